@@ -81,7 +81,16 @@ class BlockLayout:
     @property
     def intermediate_size(self) -> int: ...
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Of a code; of kept encodings, of gate and up."""
+    @property
+    def kept(self) -> bool:
+        """The records keep the encodings of a file; see :func:`kept_layout`."""
+    @property
+    def encoding(self) -> str:
+        """The name of the encoding of gate and up."""
+    @property
+    def down_encoding(self) -> str: ...
     @property
     def fp16(self) -> bool: ...
     @property
@@ -110,6 +119,12 @@ class BlockLayout:
     def up_sz(self) -> int: ...
     @property
     def down_sz(self) -> int: ...
+    @property
+    def gate_super(self) -> int: ...
+    @property
+    def up_super(self) -> int: ...
+    @property
+    def down_super(self) -> int: ...
     @property
     def gate_bias(self) -> int: ...
     @property
@@ -199,6 +214,58 @@ def set_weight_streams(n: int) -> None:
 
 def num_threads() -> int:
     """Threads in use; initially :func:`available_cores`."""
+
+def kept_encodings() -> dict[str, tuple[int, int, int]]:
+    """Encodings of GGUF files that blocks can keep, by name: bits of a code, columns and bytes of a block.
+
+    See ``native/src/kernels/layout/kept_encodings.h``.
+    """
+
+def kept_layout(
+    hidden_size: int,
+    intermediate_size: int,
+    gate_up: str,
+    down: str,
+    has_bias: bool = False,
+    record_bytes: int = 0,
+) -> BlockLayout:
+    """The layout of records that keep encodings.
+
+    Args:
+        hidden_size: As :class:`BlockLayout`.
+        intermediate_size: As :class:`BlockLayout`.
+        gate_up: Encoding of gate and up; one of :func:`kept_encodings`.
+        down: Encoding of down.
+        has_bias: As :class:`BlockLayout`.
+        record_bytes: Least size of a record, a multiple of 4096, so that layers can have records of one size.
+
+    Raises:
+        ValueError: An encoding is unknown, a value is out of range, or rows are not whole blocks.
+    """
+
+def pack_kept(
+    layout: BlockLayout,
+    gate: _U8,
+    up: _U8,
+    down: _U8,
+    biases: _Biases | None,
+    out: _U8,
+    threads: int | None = None,
+) -> None:
+    """Write one expert as block records with the values that it has in a file.
+
+    Args:
+        layout: One of :func:`kept_layout`.
+        gate: uint8 [intermediate, bytes of a row]; rows may be strided.
+        up: As ``gate``.
+        down: uint8 [hidden, bytes of a row].
+        biases: As :func:`pack_expert`.
+        out: [blocks, record_bytes], C order, writable; every byte is written.
+        threads: Upper limit for this call.
+
+    Raises:
+        ValueError: The shapes do not fit, or a scale is not finite; the message names its place.
+    """
 
 def pack_expert(
     layout: BlockLayout,
@@ -1096,6 +1163,8 @@ class ExpertRunner:
             CPU can compute blocks that are missing on the device; empty: the CPU computes none.
         far_experts: int32 ``[n]`` of each layer: the experts whose records ``far_records`` has, in that
             order; empty: it has all, in ascending order.
+        layer_layouts: The layout of every layer, if their encodings differ: with the sizes of ``layout``.
+        layer_gates: The gate of every layer, if they differ.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1123,6 +1192,8 @@ class ExpertRunner:
         near_memory: int = 0,
         far_records: Sequence[_U8] = (),
         far_experts: Sequence[_I32] = (),
+        layer_layouts: Sequence[BlockLayout] = (),
+        layer_gates: Sequence[Gate] = (),
     ) -> None: ...
     @property
     def pages(self) -> int: ...

@@ -8,6 +8,7 @@ sizes from there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 BLOCK_NEURONS = 64
 GROUP_SIZE = 64  # columns that are packed together
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
+DEFAULT_BITS = 4  # of experts that are quantised
+KEEP = 0  # in place of bits: the encodings that the source has
 DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
 AUTO_BITS = "auto"  # dense weights: chosen for each matrix
 DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
@@ -32,6 +35,22 @@ PLAIN_KV_BITS, PACKED_KV_BITS = KV_BITS = (16, 8)  # of keys and values: in the 
 def scale_columns(bits: int) -> int:
     """Columns that share a scale and a zero, at 8 bits or fewer."""
     return GROUP_SIZE if bits == 8 else GROUP_SIZE // 2
+
+
+def encodings_title(kept: Iterable[tuple[str, str]]) -> str:
+    """The kept encodings of a model's layers for people, in the order of their names: ``Q4_K and Q6_K``."""
+    names = sorted({name.upper() for pair in kept for name in pair})
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def nominal_bits(kept: Iterable[tuple[str, str]]) -> int:
+    """Bits whose kernels are about as fast as those of kept encodings; see :class:`ExpertGeometry`."""
+    from moechat import _native
+
+    bits = {name: form[0] for name, form in _native.kept_encodings().items()}
+    pairs = list(kept)
+    mean = sum(2 * bits[gate_up] + bits[down] for gate_up, down in pairs) / (3 * len(pairs))
+    return min((b for b in SUPPORTED_BITS if b <= 8), key=lambda b: abs(b - mean))
 
 
 class Activation(StrEnum):
@@ -113,10 +132,14 @@ class ExpertGeometry:
         hidden_size: Columns of gate and up, rows of down.
         intermediate_size: Neurons of one expert before padding to blocks of 64.
         num_experts: Experts in a layer.
-        bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised).
+        bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised). Of kept encodings the
+            nearest of the first four to the mean bits of their codes: their kernels are about as fast.
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
         gate: The computation between the projections.
         has_bias: Gate, up and down carry biases.
+        kept: For every expert layer the encodings of gate and up and of down, by the names of
+            :func:`moechat._native.kept_encodings`, if the records keep the values of the source; else empty.
+            The records of all layers have the size of the largest.
 
     Raises:
         UsageError: A value is out of range.
@@ -129,6 +152,7 @@ class ExpertGeometry:
     weight_type: WeightType = WeightType.BF16
     gate: Gate = field(default_factory=Gate)
     has_bias: bool = False
+    kept: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.bits not in SUPPORTED_BITS:
@@ -142,9 +166,15 @@ class ExpertGeometry:
 
     @cached_property
     def layout(self) -> _native.BlockLayout:
-        """Byte layout of one block record, as the native core computes it."""
+        """Byte layout of one block record, as the native core computes it; of the first layer if they differ.
+
+        Raises:
+            UsageError: The sizes do not fit kept encodings.
+        """
         from moechat import _native  # the command line reads SUPPORTED_BITS at every start
 
+        if self.kept:
+            return self.layouts[0]
         return _native.BlockLayout(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -152,6 +182,39 @@ class ExpertGeometry:
             fp16=self.weight_type is WeightType.FP16,
             has_bias=self.has_bias,
         )
+
+    @cached_property
+    def layouts(self) -> tuple[_native.BlockLayout, ...]:
+        """The layout of every expert layer; empty if all have :attr:`layout`."""
+        from moechat import _native
+
+        if not self.kept:
+            return ()
+
+        def made(pair: tuple[str, str], record_bytes: int) -> _native.BlockLayout:
+            sizes = (self.hidden_size, self.intermediate_size)
+            return _native.kept_layout(*sizes, *pair, self.has_bias, record_bytes)
+
+        try:
+            largest = max(made(pair, 0).record_bytes for pair in set(self.kept))
+            by_pair = {pair: made(pair, largest) for pair in set(self.kept)}
+        except ValueError as error:
+            raise UsageError(f"the experts cannot be kept as they are: {error}") from error
+        return tuple(by_pair[pair] for pair in self.kept)
+
+    def layout_of(self, ordinal: int) -> _native.BlockLayout:
+        """The layout of expert layer ``ordinal``, counted from 0."""
+        return self.layouts[ordinal] if self.kept else self.layout
+
+    @property
+    def wanted(self) -> int:
+        """The bits that a conversion is asked for to get this geometry: :attr:`bits`, or :data:`KEEP`."""
+        return KEEP if self.kept else self.bits
+
+    @property
+    def title(self) -> str:
+        """For people: ``4 bits``, or ``Q4_K and Q6_K``."""
+        return encodings_title(self.kept) if self.kept else f"{self.bits} bits"
 
     @property
     def blocks_per_expert(self) -> int:
@@ -180,7 +243,9 @@ class ExpertGeometry:
 
     def to_json(self) -> dict[str, Any]:
         """Values for a manifest, as JSON types."""
-        return {**asdict(self), "gate": self.gate.to_json()}
+        values = {**asdict(self), "gate": self.gate.to_json()}
+        kept = values.pop("kept")
+        return {**values, "kept": [list(pair) for pair in kept]} if kept else values
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ExpertGeometry:
@@ -193,6 +258,7 @@ class ExpertGeometry:
             known = dict(data)
             known["weight_type"] = WeightType(known["weight_type"])
             known["gate"] = Gate.from_json(known["gate"]) if "gate" in known else _flat_gate(known)
+            known["kept"] = tuple((str(gate_up), str(down)) for gate_up, down in known.get("kept", ()))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"expert geometry is not readable: {error}") from error

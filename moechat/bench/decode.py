@@ -90,8 +90,9 @@ class Bench:
                 self.store.expert_layer(record.layer),
                 counters,
                 self.activation_bits,
+                ordinal,
             )
-            for record in self.store.layers
+            for ordinal, record in enumerate(self.store.layers)
         ]
 
     def start(self, prompt: Sequence[int]) -> tuple[float, Decoding]:

@@ -12,7 +12,7 @@ from moechat import _native
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
 from moechat.errors import MoechatError, UnsupportedModelError
-from moechat.geometry import ExpertGeometry
+from moechat.geometry import KEEP, ExpertGeometry
 from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
 from moechat.models.one_pass import OnePass
 from moechat.models.threads import torch_threads
@@ -72,10 +72,11 @@ def calibrates(plan: CheckpointPlan, bits: int, files: Iterable[str]) -> bool:
 
     Args:
         plan: Of the checkpoint.
-        bits: Bits per expert weight; from 8 on, rounding costs next to nothing.
+        bits: Bits per expert weight, or :data:`moechat.geometry.KEEP`; from 8 on, rounding costs next to
+            nothing.
         files: Names of the checkpoint's files.
     """
-    return bits < 8 and bool(plan.read_before) and not TOKENIZER_FILES.isdisjoint(files)
+    return KEEP < bits < 8 and bool(plan.read_before) and not TOKENIZER_FILES.isdisjoint(files)
 
 
 def calibration_of(

@@ -111,7 +111,7 @@ class Commands:
         used = session.context_used()
         system = session.conversation.system
         rows = [
-            ("model", f"{engine.name} ({facts.model_type}, {facts.bits} bits)"),
+            ("model", f"{engine.name} ({facts.model_type}, {facts.experts_form})"),
             ("device", facts.device),
             ("memory", session.status.size(facts.memory_budget_bytes)),
             ("memory, experts", session.status.size(facts.memory_experts_bytes)),

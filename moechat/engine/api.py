@@ -84,7 +84,7 @@ def load(
     # A Path drops "./", after which it could be the name of the demo or of an alias.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     ref = resolve(name, bits=parsed.bits)
-    store = open_store(ref, parsed.bits, report)
+    store = open_store(ref, parsed.bits, report, on_gpu=parsed.gpu is not None)
     engine = Engine(
         load_model(store, parsed, offload=offload, report=report),
         name=ref.name,

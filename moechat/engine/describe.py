@@ -22,7 +22,8 @@ class Description:
         model_type: Its transformers family.
         source: Of the weights.
         source_weight_type: Element type of the source's expert weights.
-        bits: Of an expert weight.
+        bits: Of an expert weight; of kept encodings those of :class:`moechat.geometry.ExpertGeometry`.
+        experts_form: The form of expert weights for people: ``4 bits``, or ``Q4_K and Q6_K``.
         expert_layers: Layers with routed experts.
         experts_per_layer: Experts in one of them.
         blocks_per_expert: Blocks of 64 neurons.
@@ -70,6 +71,7 @@ class Description:
     source: str
     source_weight_type: str
     bits: int
+    experts_form: str
     expert_layers: int
     experts_per_layer: int
     blocks_per_expert: int
@@ -136,6 +138,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         source=manifest.source.name,
         source_weight_type=manifest.source.weight_type.value,
         bits=geometry.bits,
+        experts_form=geometry.title,
         expert_layers=layers,
         experts_per_layer=geometry.num_experts,
         blocks_per_expert=geometry.blocks_per_expert,

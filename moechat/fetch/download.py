@@ -34,6 +34,7 @@ from moechat.loading.model import Progress, Report
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.files import called, explained
+from moechat.store.kept import choose_bits
 from moechat.store.lock import exclusive_lock
 from moechat.store.revision import record_revision
 from moechat.store.shard_supply import ShardSupply
@@ -279,17 +280,26 @@ def _without_repeats(notice: Notice) -> Notice:
 
 @contextmanager
 def prepare_download(
-    ref: ModelRef, remote: RemoteRepository, bits: int, paths: Paths, *, keep_source: bool, notice: Notice
+    ref: ModelRef,
+    remote: RemoteRepository,
+    bits: int | None,
+    paths: Paths,
+    *,
+    keep_source: bool,
+    notice: Notice,
+    on_gpu: bool = False,
 ) -> Iterator[Download]:
     """Plan a download from configuration and headers alone, and check that the model is supported.
 
     Args:
         ref: The requested model.
         remote: Its repository.
-        bits: Bits per expert weight.
+        bits: Bits per expert weight that the user wants; ``None``: see
+            :func:`moechat.store.kept.choose_bits`.
         paths: The user's directories.
         keep_source: Keep the shards.
-        notice: Receives messages about lost connections.
+        notice: Receives messages about lost connections, and what a conversion loses.
+        on_gpu: The store is for a GPU.
 
     Raises:
         UnsupportedModelError: The model is not supported.
@@ -306,11 +316,14 @@ def prepare_download(
         headers = read_headers(transfer, selection)
         checkpoint = checkpoint_from_headers(directory, remote, selection, headers)
         plan = plan_checkpoint(checkpoint)
+        chosen, lost = choose_bits(bits, plan, on_gpu=on_gpu)
+        if lost:
+            notice(lost)
         files = {file.path for file in selection.side}.union(os.listdir(checkpoint.path))
         needed, made = choose_calibration(
             lambda calibrated: make_plan(
-                ref, remote, selection, checkpoint, plan, bits, paths, keep_source, calibrated=calibrated
+                ref, remote, selection, checkpoint, plan, chosen, paths, keep_source, calibrated=calibrated
             ),
-            calibrates(plan, bits, files),
+            calibrates(plan, chosen, files),
         )
         yield Download(ref, transfer, selection, headers, made, paths, keep_source, needed)

@@ -16,6 +16,7 @@ from moechat.errors import DoesNotFitError, StoreDamagedError
 from moechat.fetch.file_selection import CONFIG, Selection, cached_file, source_path
 from moechat.fetch.repository import RemoteRepository
 from moechat.fetch.transfer import PART_SUFFIX
+from moechat.geometry import KEEP, ExpertGeometry
 from moechat.hardware.identity import existing_parent
 from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEEP_MARK
@@ -45,7 +46,7 @@ class DownloadPlan:
     Attributes:
         name: The model's name for ``moechat run``.
         remote: Repository and commit.
-        bits: Bits per expert weight.
+        geometry: Shape and encoding of the experts in the store.
         source_format: The format of the checkpoint's quantised weights, for people; ``None``: they are plain.
         config: ``config.json``, for memory plans; deleted after the download.
         destination: The store's directory.
@@ -68,7 +69,7 @@ class DownloadPlan:
 
     name: str
     remote: RemoteRepository
-    bits: int
+    geometry: ExpertGeometry
     source_format: str | None
     config: Path
     destination: Path
@@ -87,6 +88,11 @@ class DownloadPlan:
     finished: bool
     calibrated: bool
     uncalibrated: str | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits per expert weight, or :data:`moechat.geometry.KEEP`."""
+        return self.geometry.wanted
 
     def require_disk(self) -> None:
         """Check the disk space.
@@ -127,7 +133,7 @@ def make_plan(
         selection: The files to fetch.
         checkpoint: The checkpoint described by their headers.
         plan: Its experts and dense tensors.
-        bits: Bits per expert weight.
+        bits: Bits per expert weight, or :data:`moechat.geometry.KEEP`.
         paths: The user's directories.
         keep_source: Keep the shards.
         calibrated: Calibrate; see :func:`choose_calibration`.
@@ -181,7 +187,7 @@ def make_plan(
     made = DownloadPlan(
         name=ref.name,
         remote=remote,
-        bits=bits,
+        geometry=outline.geometry,
         source_format=checkpoint.source_format,
         config=checkpoint.path / CONFIG,
         destination=destination,
@@ -269,7 +275,7 @@ def _convert_seconds(
     checkpoint: StreamedCheckpoint, plan: CheckpointPlan, bits: int, *, calibrated: bool
 ) -> float | None:
     """Estimate by timing small samples; ``None`` where values are copied."""
-    if bits == 16:
+    if bits in (16, KEEP):
         return None
     if calibrated:
         return calibrated_seconds(plan, bits, configured_top_k(read_config(checkpoint.path)))

@@ -7,6 +7,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moechat.errors import CheckpointError, UsageError
 from moechat.fetch.repository import RemoteFile, RemoteRepository
 from moechat.fetch.transfer import Transfer
@@ -20,7 +23,7 @@ from moechat.models.gguf_source import (
     write_side_files,
 )
 from moechat.store.files import format_bytes
-from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, entries, require_decodable
+from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, entries, kept_encoding, require_decodable
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -114,6 +117,17 @@ class GgufShard(Shard):
         super().__init__(path, entries(header, sources), file_bytes)
         self._header = header
         self._sources = sources
+
+    def encoding(self, name: str) -> str | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        source = self._sources[name]
+        return kept_encoding(source, self._header.tensors[source.tensor])
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        file = self._require_open(name)
+        assert isinstance(file, GgufView)
+        return file.encoded_rows(name, expert)
 
     def _whole(self, path: Path) -> GgufView:
         file = GgufFile.open(path)

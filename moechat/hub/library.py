@@ -12,9 +12,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moechat.config import Paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
+from moechat.geometry import DEFAULT_BITS, KEEP, encodings_title
 from moechat.hub.local_models import local_model
 from moechat.hub.model_ref import (
     DEMO,
@@ -30,7 +32,6 @@ from moechat.hub.model_ref import (
 from moechat.hub.sources import sources_of
 
 KEEP_MARK = ".kept"  # file in a downloaded checkpoint that must not be removed (``--keep-source``)
-_DEFAULT_BITS = 4
 _MAX_FILE_BYTES = (1 << 63) - 1
 
 
@@ -45,7 +46,8 @@ class LibraryEntry:
         source: Origin of the weights: a repository or a directory's name.
         commit: Commit of the repository; ``None`` for a directory.
         model_type: The family, as transformers calls it.
-        bits: Bits per expert weight.
+        bits: Bits per expert weight; :data:`moechat.geometry.KEEP`: the encodings of the source.
+        form: The same for people: ``4 bits``, or ``Q4_K and Q6_K``.
         nbytes: Size on disk in bytes.
         used: Last time it was opened, in seconds since 1970; ``None`` if never since it was made.
         damaged: The manifest cannot be read; all fields but name and path are then empty or zero.
@@ -58,6 +60,7 @@ class LibraryEntry:
     commit: str | None
     model_type: str
     bits: int
+    form: str
     nbytes: int
     used: float | None
     damaged: bool = False
@@ -107,13 +110,15 @@ def read_entry(store: Path, paths: Paths) -> LibraryEntry:
         with open(store / MANIFEST, "rb") as file:
             content = json.loads(file.read(MAX_MANIFEST_BYTES))
         source = content["source"]
+        bits, form = _form(content["geometry"])
         return LibraryEntry(
             name=_text(source["name"]),
             path=store,
             source=_text(source["name"]),
             commit=None if source["revision"] is None else _text(source["revision"]),
             model_type=_text(content["model_type"]),
-            bits=_count(content["geometry"]["bits"], 1, 16),
+            bits=bits,
+            form=form,
             nbytes=_count(sum(_count(record["bytes"]) for record in content["files"].values())),
             used=_last_use(store, paths),
         )
@@ -124,8 +129,15 @@ def read_entry(store: Path, paths: Paths) -> LibraryEntry:
 def _damaged(store: Path, paths: Paths, error: Exception) -> LibraryEntry:
     reason = error.strerror if isinstance(error, OSError) else None
     return LibraryEntry(
-        store.name, store, "", None, "", 0, 0, _last_use(store, paths), damaged=True, reason=reason
+        store.name, store, "", None, "", 0, "?", 0, _last_use(store, paths), damaged=True, reason=reason
     )
+
+
+def _form(geometry: dict[str, Any]) -> tuple[int, str]:
+    if "kept" in geometry:
+        return KEEP, encodings_title((_text(gate_up), _text(down)) for gate_up, down in geometry["kept"])
+    bits = _count(geometry["bits"], 1, 16)
+    return bits, f"{bits} bits"
 
 
 def _text(value: object) -> str:
@@ -195,7 +207,7 @@ def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntr
     )
     chosen = [entry for entry in matching if entry.bits == bits] or matching
     if len(chosen) > 1:
-        preferred = [entry for entry in chosen if entry.bits == _DEFAULT_BITS]
+        preferred = [entry for entry in chosen if entry.bits == DEFAULT_BITS]
         chosen = preferred if len(preferred) == 1 else chosen
     if len(chosen) > 1:
         raise _ambiguous("stores", model, chosen)

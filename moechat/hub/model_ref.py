@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moechat.errors import ModelNotFoundError, UsageError
+from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.gguf_parts import GGUF_SUFFIX
 from moechat.hub.name_forms import normalise_name
 
@@ -43,7 +44,8 @@ ALIASES: dict[str, str] = {
 DEMO = "demo"
 MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
 MAX_MANIFEST_BYTES = 16 << 20
-PREFERRED_BITS = (4, 8, 16, 3, 2)
+USUAL_FORMS = (DEFAULT_BITS, KEEP)  # of the experts of a store, if the user has not chosen the bits
+PREFERRED_BITS = (*USUAL_FORMS, 8, 16, 3, 2)
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 # The hub's rules: at most 96 characters; letters, digits, "-", "_" and "."; no "--" or ".."; no "-" or "." at
@@ -80,8 +82,13 @@ class ModelRef:
     variant: str | None = None
 
     def library_path(self, models: Path, bits: int) -> Path:
-        """The directory of this model with this many bits per weight in the library ``models``."""
-        return models / f"{self.slug}-{bits}bit"
+        """The directory of this model with this many bits per weight in the library ``models``.
+
+        Args:
+            models: The library.
+            bits: Bits of a weight, or :data:`moechat.geometry.KEEP`.
+        """
+        return models / f"{self.slug}-{'kept' if bits == KEEP else f'{bits}bit'}"
 
     def find_in_library(self, models: Path, bits: int | None = None) -> Path | None:
         """The finished store in the library with these bits, or with any, in the order of ``PREFERRED_BITS``.

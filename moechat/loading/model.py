@@ -106,11 +106,11 @@ class LoadedModel:
 
     def map_experts(self) -> None:
         """Attach layers that compute the experts from the mapped store."""
-        for record, part in zip(self.store.layers, self.parts, strict=True):
+        for ordinal, (record, part) in enumerate(zip(self.store.layers, self.parts, strict=True)):
             records = self.store.expert_layer(record.layer)
             attach(
                 part,
-                ExpertLayer(self.store.geometry, records, self.counters, self.form.activation_bits),
+                ExpertLayer(self.store.geometry, records, self.counters, self.form.activation_bits, ordinal),
             )
 
     def page_experts(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 from moechat.calibration.calibration import calibration_of
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError, StoreFormatError, UsageError
+from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.library import record_use
 from moechat.hub.model_ref import ModelRef
 from moechat.loading.model import Progress, Report
@@ -15,21 +15,28 @@ from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
+from moechat.store.kept import choose_bits
 from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
-_DEFAULT_BITS = 4
 _TRIES = 3  # attempts to open a store that other processes replace meanwhile
 
 
-def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+def open_store(ref: ModelRef, bits: int | None, report: Report, *, on_gpu: bool = False) -> Store:
     """Open and verify the store of a model; a checkpoint is converted first, if it was not before.
+
+    Args:
+        ref: The model.
+        bits: Bits of an expert weight that the user wants; ``None``: those of a finished store, else see
+            :func:`moechat.store.kept.choose_bits`.
+        report: Receives progress.
+        on_gpu: A GPU computes the experts.
 
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
     for _ in range(_TRIES):
-        store = _find_store(ref, bits, report)
+        store = _find_store(ref, bits, report, on_gpu)
         store.hold()
         store.ensure_verified(
             user_paths().state,
@@ -58,38 +65,52 @@ def _replaced(store: Store) -> StoreDamagedError:
     )
 
 
-def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+def _find_store(ref: ModelRef, bits: int | None, report: Report, on_gpu: bool) -> Store:
     if ref.store is not None:
         store = Store.open(ref.store)
-        if bits is not None and bits != store.geometry.bits:
+        if bits is not None and bits != store.geometry.wanted:
             raise UsageError(
-                f"{ref.name} is stored with {store.geometry.bits} bits, not {bits}",
+                f"{ref.name} is stored with {store.geometry.title}, not {bits} bits",
                 hint="name the checkpoint that it was made from to convert it anew",
             )
         return store
     assert ref.checkpoint is not None
-    wanted = _DEFAULT_BITS if bits is None else bits
-    destination = ref.library_path(user_paths().models, wanted)
-    manifest = destination / MANIFEST_NAME
-    # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
-    stored = None
-    if manifest.exists():
-        with suppress(StoreFormatError):  # replaced too
-            stored = Manifest.read(manifest).source.fingerprint
     if ref.checkpoint.is_file():
         # Reading a GGUF file's header and vocabulary takes seconds, so look for a current store first.
-        if stored is not None and stored == gguf_fingerprint(all_parts(ref.checkpoint)):
-            return Store.open(destination)
+        found = _current(ref, bits, gguf_fingerprint(all_parts(ref.checkpoint)), on_gpu)
+        if found is not None:
+            return found
         with opened_gguf(ref.checkpoint) as opened:
-            return _converted(opened, ref, destination, wanted, report)
+            return _converted(opened, ref, bits, report, on_gpu)
     checkpoint = Checkpoint.open(ref.checkpoint)
-    if stored is not None and stored == checkpoint.fingerprint():
-        return Store.open(destination)
-    return _converted(checkpoint, ref, destination, wanted, report)
+    found = _current(ref, bits, checkpoint.fingerprint(), on_gpu)
+    return found or _converted(checkpoint, ref, bits, report, on_gpu)
 
 
-def _converted(checkpoint: Checkpoint, ref: ModelRef, destination: Path, bits: int, report: Report) -> Store:
+def _current(ref: ModelRef, bits: int | None, fingerprint: str, on_gpu: bool) -> Store | None:
+    """The store that a conversion would make, if it is here and its source has not changed since.
+
+    A changed source makes :func:`_converted` replace the store once the new one is complete.
+    """
+    for candidate in (bits,) if bits is not None else (DEFAULT_BITS,) if on_gpu else (KEEP, DEFAULT_BITS):
+        destination = ref.library_path(user_paths().models, candidate)
+        manifest = destination / MANIFEST_NAME
+        if not manifest.exists():
+            continue
+        with suppress(StoreFormatError):  # replaced too
+            if Manifest.read(manifest).source.fingerprint == fingerprint:
+                return Store.open(destination)
+    return None
+
+
+def _converted(
+    checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report, on_gpu: bool
+) -> Store:
     plan = plan_checkpoint(checkpoint)
+    bits, lost = choose_bits(wanted, plan, on_gpu=on_gpu)
+    destination = ref.library_path(user_paths().models, bits)
+    if lost:
+        report(Progress("notice", 0, None, lost))
 
     def on_convert(event: ConvertProgress) -> None:
         stage = {"waiting": "wait", "notice": "notice"}.get(event.stage, "convert")

@@ -26,6 +26,7 @@ from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
+from moechat.store.kept import kept_encodings
 
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
 # Safetensors types that dense weights may have.
@@ -154,13 +155,17 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
     reads = first_reads(skeleton)
     weight_type = _weight_type(checkpoint, layers)
+    geometry = skeleton.experts[0].geometry(16, weight_type)
+    kept, not_kept = kept_encodings(checkpoint, geometry, layers)
     plan = CheckpointPlan(
         model_type=config.model_type,
-        experts=skeleton.experts[0].geometry(16, weight_type),
+        experts=geometry,
         weight_type=weight_type,
         layers=layers,
         dense_keys=tuple(dense_keys),
         read_before=() if reads is None else _read_before(reads, dense, len(layers)),
+        kept=kept,
+        not_kept=not_kept,
     )
     _check_dense(skeleton, checkpoint, dense)
     missing = missing_dense(skeleton, set(targets) | expert_names)

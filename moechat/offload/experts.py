@@ -81,12 +81,14 @@ class ExpertLayer:
         records: uint8 ``[experts, blocks, record_bytes]``; kept alive as long as kernels read it.
         counters: Shared by all layers of an engine.
         activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
+        ordinal: Of the layer among those with experts, from 0; layers may differ in their encodings.
     """
 
     geometry: ExpertGeometry
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
     activation_bits: int = DEFAULT_ACTIVATION_BITS
+    ordinal: int = 0
     _experts: _native.ResidentExperts = field(init=False, repr=False)
     _first_use: FirstUse = field(init=False, repr=False)
 
@@ -96,7 +98,7 @@ class ExpertLayer:
             raise ValueError(f"records of shape {self.records.shape} do not fit {self.geometry}")
         geometry = self.geometry
         self._experts = _native.ResidentExperts(
-            geometry.layout,
+            geometry.layout_of(self.ordinal),
             geometry.gate.native,
             self.records,
             self.activation_bits,

@@ -227,6 +227,7 @@ class ExpertTier:
                 near_memory=memory.address,
                 far_records=memory.far_records,
                 far_experts=memory.far_experts,
+                layer_layouts=list(geometry.layouts),
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error

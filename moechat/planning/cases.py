@@ -19,7 +19,6 @@ from moechat.configurator.exposure import EngineModel
 from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
-from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
@@ -118,9 +117,7 @@ class Cases:
                 on_gpu=on_gpu,
                 source=found.headers,
             )
-            self.geometry: ExpertGeometry = (
-                self.outline.geometry(found.bits) if found.store is None else found.store.geometry
-            )
+            self.geometry, self.remark = found.geometry(self.outline, on_gpu=on_gpu)
         self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
         self.needs: Needs = memory_needs(self.outline, self.geometry, memory)

@@ -66,14 +66,15 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     placed = place(cases, options)
     case, far, ram_share = placed.case, placed.far, placed.ram_share
     memory = case.memory
-    remarks = [placed.short, found.note, *cases.routing.remarks, *case.remarks]
+    remarks = [placed.short, found.note, cases.remark, *cases.routing.remarks, *case.remarks]
     used = {} if machine.figures is None else used_figures(cases, machine.figures, far)
     return Plan(
         model=found.name,
         model_type=outline.model_type,
         parameters=outline.parameters,
         active_parameters=outline.active_parameters,
-        bits=found.bits,
+        bits=cases.geometry.bits,
+        experts_form=cases.geometry.title,
         dtype=cases.dtype,
         dense_bits=outline.form.bits,
         dense_weights=outline.form.title,

@@ -122,7 +122,8 @@ class Plan:
         model_type: Its family.
         parameters: Number of weights.
         active_parameters: Number of weights that a token is computed with.
-        bits: Bits of an expert weight.
+        bits: Bits of an expert weight; of kept encodings those of :class:`moechat.geometry.ExpertGeometry`.
+        experts_form: The form of expert weights for people: ``4 bits``, or ``Q4_K and Q6_K``.
         dtype: Type that the dense part computes in.
         dense_bits: Bits of a dense weight.
         dense_weights: Bits of the dense weights by the kind of their layer.
@@ -162,6 +163,7 @@ class Plan:
     parameters: int
     active_parameters: int
     bits: int
+    experts_form: str
     dtype: str
     dense_bits: DenseBits
     dense_weights: str
@@ -202,6 +204,7 @@ class Plan:
                 "parameters": self.parameters,
                 "active_parameters": self.active_parameters,
                 "bits": self.bits,
+                "experts_form": self.experts_form,
                 "dtype": self.dtype,
                 "dense_bits": self.dense_bits,
                 "dense_weights": self.dense_weights,

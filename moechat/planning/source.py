@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.config import user_paths
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, UsageError
+from moechat.geometry import DEFAULT_BITS, KEEP, ExpertGeometry, nominal_bits
 from moechat.hub.known_shapes import find_shape, shape_names
 from moechat.hub.library import names_here
 from moechat.hub.model_ref import ALIASES, ModelRef
@@ -19,9 +20,10 @@ from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat.models.dense import HeaderTable
+    from moechat.models.model_outline import ModelOutline
+    from moechat.store.checkpoint import Checkpoint
+    from moechat.store.expert_refs import CheckpointPlan
     from moechat.store.store import Store
-
-_DEFAULT_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class PlannedModel:
     Attributes:
         name: Name to show.
         config: transformers' configuration.
-        bits: Bits of an expert weight.
+        bits: Bits of an expert weight; of kept encodings those of :class:`moechat.geometry.ExpertGeometry`.
         weights: ``store`` (converted, ready to run), ``checkpoint`` (to be converted), or ``none``: only the
             configuration is here.
         store: The finished store, if one was named.
         headers: Names, types and shapes of its dense weights, where store or checkpoint are here.
         note: A remark for the user, or empty.
         source_format: The format of the checkpoint's quantised weights, for people; ``None``: they are plain.
+        experts: The experts of a checkpoint, if a store can keep their encodings or they are quantised anew,
+            and the user has not chosen the bits.
     """
 
     name: str
@@ -48,6 +52,29 @@ class PlannedModel:
     headers: HeaderTable | None = None
     note: str = ""
     source_format: str | None = None
+    experts: CheckpointPlan | None = None
+
+    def geometry(self, outline: ModelOutline, *, on_gpu: bool) -> tuple[ExpertGeometry, str]:
+        """Shape and encoding of the experts, as loading finds or makes them, and a remark or nothing.
+
+        Args:
+            outline: Sizes of the model.
+            on_gpu: A GPU computes the experts.
+
+        Raises:
+            UnsupportedModelError: The store's experts have an encoding that GPUs do not read.
+        """
+        from moechat.store.kept import choose_bits, require_for_gpu
+
+        if self.store is not None:
+            if on_gpu:
+                require_for_gpu(self.store.geometry, self.name)
+            return self.store.geometry, ""
+        if self.experts is None:
+            return outline.geometry(self.bits), ""
+        bits, lost = choose_bits(None, self.experts, on_gpu=on_gpu)
+        kept = self.experts.kept if bits == KEEP else ()
+        return replace(outline.geometry(nominal_bits(kept) if kept else bits), kept=kept), lost
 
 
 def find_model(model: str | Path, bits: int | None) -> PlannedModel:
@@ -73,14 +100,14 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
         path = Path(text).expanduser().resolve()
         name = path.parent.name or path.name if path.name == "config.json" else path.name
         with refusals_with_hint(name):
-            return PlannedModel(name, read_config(path), bits or _DEFAULT_BITS, "none")
+            return PlannedModel(name, read_config(path), bits or DEFAULT_BITS, "none")
     try:
         ref = resolve(text, bits=bits)
     except ModelNotFoundError as error:
         shape = find_shape(text)
         if shape is None:
             raise _with_shapes(error, text) from error
-        return PlannedModel(shape, known_config(shape), bits or _DEFAULT_BITS, "none")
+        return PlannedModel(shape, known_config(shape), bits or DEFAULT_BITS, "none")
     return _here(ref, bits)
 
 
@@ -110,30 +137,52 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
             headers,
             source_format=source_format_of(store.path),
         )
-        if bits is None or bits == store.geometry.bits:
+        if bits is None or bits == store.geometry.wanted:
             return found
-        note = f"{ref.name} is stored with {store.geometry.bits} bits; this is the plan for {bits}"
+        note = f"{ref.name} is stored with {store.geometry.title}; this is the plan for {bits} bits"
         return replace(found, bits=bits, weights="none", store=None, note=note)
     assert ref.checkpoint is not None
-    bits = bits or _DEFAULT_BITS
+    free, bits = bits is None, bits or DEFAULT_BITS
     with refusals_with_hint(ref.name):
         if ref.checkpoint.is_file():
             from moechat.models.gguf_source import opened_gguf
 
             with opened_gguf(ref.checkpoint) as opened:
-                headers = HeaderTable.of(opened)
-                return PlannedModel(ref.name, read_config(opened.path), bits, "checkpoint", headers=headers)
+                return PlannedModel(
+                    ref.name,
+                    read_config(opened.path),
+                    bits,
+                    "checkpoint",
+                    headers=HeaderTable.of(opened),
+                    experts=_encoded(opened) if free else None,
+                )
         config = read_config(ref.checkpoint)
         if not any(ref.checkpoint.glob("*.safetensors")):
             return PlannedModel(ref.name, config, bits, "none")
         try:
             checkpoint = Checkpoint.open(ref.checkpoint)
             headers = HeaderTable.of(checkpoint)
+            experts = _encoded(checkpoint) if free else None
         except CheckpointError as error:  # a plan needs only the configuration
             note = f"the weights cannot be loaded: {error}"
             return PlannedModel(ref.name, config, bits, "checkpoint", note=note)
-        packed = checkpoint.source_format
-        return PlannedModel(ref.name, config, bits, "checkpoint", headers=headers, source_format=packed)
+        return PlannedModel(
+            ref.name,
+            config,
+            bits,
+            "checkpoint",
+            headers=headers,
+            source_format=checkpoint.source_format,
+            experts=experts,
+        )
+
+
+def _encoded(checkpoint: Checkpoint) -> CheckpointPlan | None:
+    """The experts of a checkpoint, if a store may keep their encoding."""
+    from moechat.models.checkpoint_mapping import plan_checkpoint
+    from moechat.store.kept import may_be_kept
+
+    return plan_checkpoint(checkpoint) if may_be_kept(checkpoint) else None
 
 
 @contextmanager

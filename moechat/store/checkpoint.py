@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
-from moechat.store.mxfp4 import decode_mxfp4
+from moechat.store.mxfp4 import decode_mxfp4, mxfp4_rows
 from moechat.store.quantised.schemes import plain_view, source_format
 from moechat.store.side_files import side_files
 from moechat.store.tensors import TensorSet
@@ -109,6 +109,32 @@ class Checkpoint:
         if ref.transposed:
             matrix = matrix.T[ref.taken]
         return matrix if matrix.flags.aligned else matrix.copy()
+
+    def encoding(self, ref: MatrixRef) -> str | None:
+        """The encoding of a matrix that a store can keep, as in :func:`moechat._native.kept_encodings`.
+
+        Returns:
+            ``None`` if there is none: the matrix is not quantised, or in another way, or transposed.
+
+        Raises:
+            CheckpointError: The tensor does not exist.
+        """
+        if ref.transposed:
+            return None
+        if ref.packing == "mxfp4":
+            return "mxfp4"
+        return self.tensors.encoding(ref.key)
+
+    def encoded_rows(self, ref: MatrixRef) -> NDArray[np.uint8]:
+        """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``. REQUIRES: :meth:`encoding`.
+
+        Raises:
+            CheckpointError: As :meth:`matrix_shape`.
+        """
+        self.matrix_shape(ref)
+        if ref.packing == "mxfp4":
+            return mxfp4_rows(*(self.tensors.matrix(key, ref.expert, ref.taken) for key in ref.tensors))
+        return self.tensors.encoded_rows(ref.key, ref.expert)[ref.taken]
 
     def vector_size(self, ref: VectorRef) -> int:
         """Number of elements of a bias, from the headers.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from moechat import _native
 from moechat.errors import CheckpointError
 from moechat.geometry import ExpertGeometry
 from moechat.store.calibrated import Calibration, PackExpert
@@ -98,7 +99,7 @@ class Conversion:
                     self.solver = choose_solver("auto", self._outline.geometry.bits, calibrated=False)
             if planned.name in self._workspace.finished:
                 continue  # written during the calibration
-            if isinstance(planned, ExpertsFile) and pack is None:
+            if isinstance(planned, ExpertsFile) and pack is None and not self._outline.geometry.kept:
                 pack = _numbered(make_packer(self._outline.geometry, self.solver))
             self._write(planned, pack)
 
@@ -125,7 +126,6 @@ class Conversion:
         self._provide(planned)
         with self._workspace.create(planned.name) as file:
             if isinstance(planned, ExpertsFile):
-                assert pack is not None
                 self._write_experts(planned, file.write, pack)
             elif isinstance(planned, DenseFile):
                 self._write_dense(planned, file.write)
@@ -161,21 +161,28 @@ class Conversion:
                 write(data)
                 self._advance(len(data), "dense", tensor.name)
 
-    def _write_experts(self, planned: ExpertsFile, write: Callable[[object], None], pack: PackExpert) -> None:
+    def _write_experts(
+        self, planned: ExpertsFile, write: Callable[[object], None], pack: PackExpert | None
+    ) -> None:
+        """Write the experts of a layer; without a packer, in the encodings of the source."""
         write(planned.header)
         self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
         buffer = _page_aligned(self._outline.geometry)
         count = len(planned.source.experts)
         for number, expert in enumerate(planned.source.experts):
-            matrices, biases = self._read(expert)
+            matrices = None if pack is None else self._matrices(expert)
             try:
-                pack(number, matrices, biases, buffer)
+                if pack is None or matrices is None:
+                    self._rearrange(planned, expert, buffer)
+                else:
+                    pack(number, matrices, self._biases(expert), buffer)
             except ValueError as problem:
                 raise CheckpointError(
                     f"expert {number} of layer {planned.source.layer} ({expert.gate.key}) cannot be "
-                    f"quantised: {problem}"
+                    f"{'read' if pack is None else 'quantised'}: {problem}"
                 ) from problem
-            self._note_loss(expert, matrices, buffer)
+            if matrices is not None:
+                self._note_loss(expert, matrices, buffer)
             write(buffer)
             self._checkpoint.release(expert)
             detail = f"layer {planned.source.layer}, expert {number + 1} of {count}"
@@ -199,17 +206,22 @@ class Conversion:
             )
         self._report.notice(text)
 
-    def _read(self, expert: ExpertRef) -> tuple[Matrices, Biases | None]:
+    def _rearrange(self, planned: ExpertsFile, expert: ExpertRef, out: NDArray[np.uint8]) -> None:
+        """Write an expert with its values as they are in the source."""
         source = self._checkpoint
-        matrices = (source.matrix(expert.gate), source.matrix(expert.up), source.matrix(expert.down))
+        layout = self._outline.geometry.layout_of(self._experts.index(planned))
+        rows = [source.encoded_rows(ref) for _, ref in expert.matrices]
+        _native.pack_kept(layout, rows[0], rows[1], rows[2], self._biases(expert), out)
+
+    def _matrices(self, expert: ExpertRef) -> Matrices:
+        source = self._checkpoint
+        return source.matrix(expert.gate), source.matrix(expert.up), source.matrix(expert.down)
+
+    def _biases(self, expert: ExpertRef) -> Biases | None:
+        source = self._checkpoint
         if expert.gate_bias is None or expert.up_bias is None or expert.down_bias is None:
-            return matrices, None
-        biases = (
-            source.vector(expert.gate_bias),
-            source.vector(expert.up_bias),
-            source.vector(expert.down_bias),
-        )
-        return matrices, biases
+            return None
+        return source.vector(expert.gate_bias), source.vector(expert.up_bias), source.vector(expert.down_bias)
 
 
 def _numbered(pack: Packer) -> PackExpert:

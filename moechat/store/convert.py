@@ -57,7 +57,7 @@ def convert(
         checkpoint: The source.
         plan: Its experts and dense tensors.
         destination: Directory of the store; its parent is created.
-        bits: 2, 3, 4, 8 or 16 bits per expert weight.
+        bits: 2, 3, 4, 8 or 16 bits per expert weight, or :data:`moechat.geometry.KEEP`.
         source_name: Origin of the weights, for display.
         revision: Commit of the hub repository, if any.
         quantizer: One of :data:`moechat.store.quantizer.QUANTIZERS`.
@@ -167,6 +167,6 @@ def _manifest(
         model_type=plan.model_type,
         geometry=outline.geometry,
         layers=tuple(LayerRecord(file.source.layer, file.source.module, file.name) for file in experts),
-        quantisation=Quantisation.of(outline.geometry.bits, solver),
+        quantisation=Quantisation.of(outline.geometry, solver),
         files=dict(workspace.finished),
     )

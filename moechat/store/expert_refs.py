@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from moechat.errors import CheckpointError
-from moechat.geometry import ExpertGeometry, WeightType
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.geometry import KEEP, ExpertGeometry, WeightType, nominal_bits
 
 Packing = Literal["plain", "mxfp4"]
 
@@ -151,6 +151,9 @@ class CheckpointPlan:
         dense_keys: Tensors that are not routed experts, copied unchanged.
         read_before: For each of ``layers``, the dense tensors that a pass of the model reads before its
             experts and did not read before those of earlier layers; empty if such a pass is not known.
+        kept: For each of ``layers`` the encodings of gate and up and of down, if a store can keep them; see
+            :attr:`ExpertGeometry.kept`.
+        not_kept: Why experts that are quantised cannot be kept; empty if they can, or are not quantised.
     """
 
     model_type: str
@@ -159,6 +162,8 @@ class CheckpointPlan:
     layers: tuple[ExpertLayerSource, ...]
     dense_keys: tuple[str, ...]
     read_before: tuple[tuple[str, ...], ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+    not_kept: str = ""
 
     def reads_by_layer(self) -> dict[int, frozenset[str]]:
         """By decoder layer with experts, all dense tensors that a pass reads up to its experts."""
@@ -171,9 +176,19 @@ class CheckpointPlan:
     def geometry(self, bits: int) -> ExpertGeometry:
         """Geometry of the store with ``bits`` bits; at 16 bits fp32 weights become bf16.
 
+        Args:
+            bits: Bits of a weight, or :data:`moechat.geometry.KEEP`.
+
         Raises:
             UsageError: ``bits`` is not supported.
+            UnsupportedModelError: The encodings of the source are to be kept, and cannot be.
         """
+        if bits == KEEP:
+            if not self.kept:
+                raise UnsupportedModelError(
+                    f"the experts cannot be kept as they are: {self.not_kept or 'they are not quantised'}"
+                )
+            return replace(self.experts, bits=nominal_bits(self.kept), kept=self.kept)
         return replace(self.experts, bits=bits)
 
     def expert_tensors(self) -> frozenset[str]:

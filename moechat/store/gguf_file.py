@@ -26,6 +26,9 @@ from moechat.store.safetensors_file import TensorEntry
 
 F32, F16, BF16 = 0, 1, 30
 PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2")}
+# Types whose values a store can keep, by ggml's number; see native/src/kernels/layout/kept_encodings.h.
+KEPT = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k"}
+KEPT |= {14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4"}
 _FP16_MAX = 65504.0
 # Weights decoded at once; the temporaries of one piece fit the processor's caches.
 _PIECE = 1 << 20
@@ -132,6 +135,16 @@ class GgufView:
             raise CheckpointError(f"{self.path}: {source.tensor}: {problem}") from problem
         return np.ascontiguousarray(values)
 
+    def encoding(self, name: str) -> str | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        source, _, tensor = self._of(name)
+        return kept_encoding(source, tensor)
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        source, _, tensor = self._of(name)
+        return self._file.rows(tensor, source.expert if expert is None else expert)
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor in its visible type, in pieces of about 8 MiB.
 
@@ -169,6 +182,11 @@ class GgufView:
                 f"{self.path}: {source.tensor} has values that are not finite or above {_FP16_MAX:g}"
             )
         return values.astype(np.float16)
+
+
+def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
+    """The encoding of a tensor that a store can keep: its rows are those of the checkpoint."""
+    return None if source.heads else KEPT.get(tensor.kind)
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:

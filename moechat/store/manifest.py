@@ -23,7 +23,9 @@ from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModel
 from moechat.geometry import ExpertGeometry, WeightType, scale_columns
 from moechat.store.safetensors_file import strict_json
 
-FORMAT_VERSION = 2
+# Stores whose experts keep the encodings of their source have format 3, all others 2.
+FORMAT_VERSION = 3
+_QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
 _SAME_FROM_BITS = 8
 MANIFEST_NAME = "manifest.json"
@@ -99,11 +101,11 @@ class Quantisation:
     """How the experts were quantised.
 
     Attributes:
-        method: ``least-squares``, ``hqq``, or ``none`` for 16 bits.
-        group_size: Columns that share scale and zero; 0 for ``none``.
-        axis: 1, groups along the columns; 0 for ``none``.
+        method: ``least-squares``, ``hqq``, ``none`` for 16 bits, or ``kept``: the source's own encodings.
+        group_size: Columns that share scale and zero; 0 for ``none`` and ``kept``.
+        axis: 1, groups along the columns; 0 for ``none`` and ``kept``.
         solver: Of least squares ``least-squares`` (by the weights alone) or ``calibrated`` (with measured
-            inputs); of HQQ ``native`` or ``hqq`` (the package); ``none`` for 16 bits.
+            inputs); of HQQ ``native`` or ``hqq`` (the package); else ``none``.
     """
 
     method: str
@@ -112,11 +114,12 @@ class Quantisation:
     solver: str
 
     @classmethod
-    def of(cls, bits: int, solver: str) -> Quantisation:
-        """The record for ``bits`` bits made by ``solver``."""
-        if bits == 16:
-            return cls("none", 0, 0, "none")
-        return cls("hqq" if solver in _HQQ_SOLVERS else "least-squares", scale_columns(bits), 1, solver)
+    def of(cls, geometry: ExpertGeometry, solver: str) -> Quantisation:
+        """The record for experts that ``solver`` has made."""
+        if geometry.kept or geometry.bits == 16:
+            return cls("kept" if geometry.kept else "none", 0, 0, "none")
+        method = "hqq" if solver in _HQQ_SOLVERS else "least-squares"
+        return cls(method, scale_columns(geometry.bits), 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.geometry.kept else _QUANTISED_FORMAT,
             "source": asdict(self.source),
             "created_by": dict(self.created_by),
             "model_type": self.model_type,
@@ -222,9 +225,9 @@ class Manifest:
                     f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}",
                     hint="the store was written by a newer moechat; upgrade, or convert the model again",
                 )
-            if version < FORMAT_VERSION and _geometry(root.object("geometry")).bits < _SAME_FROM_BITS:
+            if version < _QUANTISED_FORMAT and _geometry(root.object("geometry")).bits < _SAME_FROM_BITS:
                 raise StoreFormatError(
-                    f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}, "
+                    f"{where} has format {version}; this moechat reads format {_QUANTISED_FORMAT}, "
                     "whose scales are finer",
                     hint=_old_format_hint(where.parent),
                 )
@@ -245,6 +248,8 @@ class Manifest:
         if root.content["neuron_order"] is not None:
             raise ValueError("neuron_order is not null")
         geometry = _geometry(root.object("geometry"))
+        if (root.integer("format_version", 1) > _QUANTISED_FORMAT) != bool(geometry.kept):
+            raise ValueError("its format does not fit the encodings of its experts")
         quantisation = root.object("quantisation")
         quantisation.exactly(["method", "group_size", "axis", "solver"])
         manifest = cls(
@@ -273,11 +278,13 @@ class Manifest:
         indices = [item.layer for item in self.layers]
         if not indices or any(a >= b for a, b in pairwise(indices)):
             raise ValueError(f"the expert layers {indices[:8]} are not ascending")
-        if self.quantisation != Quantisation.of(self.geometry.bits, self.quantisation.solver):
-            raise ValueError(f"quantisation {self.quantisation} does not fit {self.geometry.bits} bits")
+        if self.quantisation != Quantisation.of(self.geometry, self.quantisation.solver):
+            raise ValueError(f"quantisation {self.quantisation} does not fit {self.geometry.title}")
         known = (*_LEAST_SQUARES_SOLVERS, *_HQQ_SOLVERS)
-        if self.geometry.bits != 16 and self.quantisation.solver not in known:
+        if self.quantisation.group_size and self.quantisation.solver not in known:
             raise ValueError(f"the solver {self.quantisation.solver!r} is unknown")
+        if self.geometry.kept and len(self.geometry.kept) != len(self.layers):
+            raise ValueError(f"kept has {len(self.geometry.kept)} layers of {len(self.layers)}")
         names = [item.file for item in self.layers]
         if len(set(names)) != len(names):
             raise ValueError("two layers share a file")
@@ -366,8 +373,22 @@ def _geometry(reader: _Reader) -> ExpertGeometry:
     else:  # of versions that did not compose gates
         values["activation"] = reader.string("activation")
         values |= {name: reader.number(name) for name in ("alpha", "limit")}
+    if "kept" in reader.content:
+        values["kept"] = _kept(reader.content["kept"])
     reader.exactly(list(values))
     return ExpertGeometry.from_json(values)
+
+
+def _kept(pairs: Any) -> list[list[str]]:
+    from moechat import _native
+
+    known = _native.kept_encodings()
+    if not isinstance(pairs, list) or not 0 < len(pairs) <= MAX_LAYERS:
+        raise ValueError("kept is not a list of encodings")
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(name in known for name in pair):
+            raise ValueError(f"kept has {str(pair)[:80]}, not two encodings")
+    return pairs
 
 
 def _layer(reader: _Reader) -> LayerRecord:

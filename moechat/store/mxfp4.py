@@ -17,6 +17,26 @@ _PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
 
 
+def mxfp4_rows(blocks: NDArray[Any], scales: NDArray[Any]) -> NDArray[np.uint8]:
+    """The same matrix as in a GGUF file: blocks of a scale and 16 bytes, byte i with elements i and i + 16.
+
+    Args:
+        blocks: uint8 ``[R, G, 16]``, two elements per byte.
+        scales: uint8 ``[R, G]``, e8m0 exponents.
+
+    Returns:
+        uint8 ``[R, 17 * G]``.
+    """
+    rows, groups, _ = blocks.shape
+    codes = np.empty((rows, groups, 32), np.uint8)
+    codes[:, :, 0::2] = blocks & 15
+    codes[:, :, 1::2] = blocks >> 4
+    made = np.empty((rows, groups, 17), np.uint8)
+    made[:, :, 0] = scales
+    made[:, :, 1:] = codes[:, :, :16] | codes[:, :, 16:] << 4
+    return made.reshape(rows, groups * 17)
+
+
 def decode_mxfp4(blocks: NDArray[Any], scales: NDArray[Any]) -> NDArray[np.float32]:
     """Decode one matrix.
 

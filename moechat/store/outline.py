@@ -75,11 +75,11 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
     Args:
         checkpoint: The source.
         plan: Its experts and dense tensors.
-        bits: 2, 3, 4, 8 or 16.
+        bits: 2, 3, 4, 8 or 16, or :data:`moechat.geometry.KEEP`.
 
     Raises:
         CheckpointError: Plan and tensors contradict each other; the message names the tensor.
-        UnsupportedModelError: Experts have an element type that cannot be read.
+        UnsupportedModelError: Experts have an element type that cannot be read, or cannot be kept.
         UsageError: ``bits`` or a size is out of range.
     """
     geometry = plan.geometry(bits)

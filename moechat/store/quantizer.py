@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moechat import _native
 from moechat.errors import UsageError
-from moechat.geometry import GROUP_SIZE, ExpertGeometry, scale_columns
+from moechat.geometry import GROUP_SIZE, KEEP, ExpertGeometry, scale_columns
 
 # By least squares, with feedback from inputs that were measured (moechat.store.calibrated).
 CALIBRATED = "calibrated"
@@ -28,14 +28,15 @@ Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
 def choose_solver(quantizer: str, bits: int, *, calibrated: bool = False) -> str:
-    """The solver to quantise with: for ``auto`` ``calibrated`` or ``least-squares``; ``none`` for 16 bits.
+    """The solver to quantise with: for ``auto`` ``calibrated`` or ``least-squares``; ``none`` for 16 bits
+    and for encodings that are kept.
 
     Raises:
         UsageError: ``quantizer`` is unknown.
     """
     if quantizer not in QUANTIZERS:
         raise UsageError(f"quantizer {quantizer!r} is unknown", hint=f"choose one of {', '.join(QUANTIZERS)}")
-    if bits == 16:
+    if bits in (16, KEEP):
         return "none"
     if quantizer == "auto":
         return CALIBRATED if calibrated else "least-squares"

@@ -296,6 +296,6 @@ def _manifest(model: SyntheticModel, layers: list[LayerRecord], workspace: Works
         model_type=str(model.config["model_type"]),
         geometry=model.geometry,
         layers=tuple(layers),
-        quantisation=Quantisation.of(model.geometry.bits, choose_solver("auto", model.geometry.bits)),
+        quantisation=Quantisation.of(model.geometry, choose_solver("auto", model.geometry.bits)),
         files=dict(workspace.finished),
     )

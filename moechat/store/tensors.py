@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
@@ -23,6 +24,23 @@ class TensorFile(Protocol):
     def array(self, name: str) -> NDArray[Any]: ...
     def chunks(self, name: str) -> Iterator[bytes]: ...
     def release(self, start: int, end: int) -> None: ...
+
+
+@runtime_checkable
+class EncodedFile(Protocol):
+    """A file with tensors whose encodings a store can keep."""
+
+    def encoding(self, name: str) -> str | None:
+        """The encoding of a tensor, by its name in :func:`moechat._native.kept_encodings`, or ``None``."""
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``; a view.
+
+        Args:
+            name: The tensor.
+            expert: Index in its dimension 0; ``None`` if it is one matrix.
+        """
+        ...
 
 
 class TensorSet:
@@ -110,6 +128,25 @@ class TensorSet:
         """
         tensor = self.array(name)
         return (tensor if expert is None else tensor[expert])[rows]
+
+    def encoding(self, name: str) -> str | None:
+        """The encoding of a tensor that a store can keep; ``None`` for others.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        file = self._file(name)
+        return file.encoding(name) if isinstance(file, EncodedFile) else None
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """See :class:`EncodedFile`. REQUIRES: the tensor has an encoding.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        file = self._file(name)
+        assert isinstance(file, EncodedFile)
+        return file.encoded_rows(name, expert)
 
     def packed_as(self, name: str) -> str | None:
         """The format of a quantised tensor, for people; ``None`` for a plain one."""

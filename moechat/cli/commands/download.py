@@ -20,8 +20,9 @@ from moechat.config import user_paths
 from moechat.errors import StoreDamagedError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
+from moechat.geometry import KEEP
 from moechat.hub.model_ref import ModelRef, hub_model, stored_commit
-from moechat.options import BITS
+from moechat.options import BITS, LoadOptions
 from moechat.validation import require_choice
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from moechat.fetch.download import Download
     from moechat.fetch.sources import Choice
     from moechat.loading.model import Report
-
-_DEFAULT_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,11 @@ class DownloadCommand:
     def __post_init__(self) -> None:
         if self.bits is not None:
             require_choice("--bits", self.bits, BITS)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes the model."""
+        return LoadOptions.parse(self.load).gpu is not None
 
 
 def download(command: DownloadCommand) -> int:
@@ -100,10 +104,11 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
         work, taken = open_download(
             offer,
             choice,
-            command.bits or _DEFAULT_BITS,
+            command.bits,
             stack,
             keep_source=command.keep_source,
             notice=notice,
+            on_gpu=command.on_gpu,
         )
         if command.dry_run:
             progress.stop()
@@ -222,4 +227,4 @@ def _is_made_of(store: Path, commit: str) -> bool:
 
 def _print_present(title: str, bits: int, command: DownloadCommand) -> None:
     if not command.quiet:
-        print_notice(f"{title} with {bits} bits is here already: moechat run {command.model}")
+        print_notice(f"{title}{'' if bits == KEEP else f' with {bits} bits'} is here already: moechat run {command.model}")

@@ -18,7 +18,7 @@ from moechat.errors import (
     UnsupportedModelError,
 )
 from moechat.fetch.repository import RemoteRepository, fetch_repository
-from moechat.hub.model_ref import PREFERRED_BITS, ModelRef
+from moechat.hub.model_ref import PREFERRED_BITS, USUAL_FORMS, ModelRef
 from moechat.hub.sources import sources_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Offer:
             is_made_of: Whether a store was made of a commit.
         """
         found = [(source.ref, source.remote) for source in self.sources] or [(self.ref, self.remote)]
-        any_bits = PREFERRED_BITS if self.sources else PREFERRED_BITS[:1]
+        any_bits = PREFERRED_BITS if self.sources else USUAL_FORMS
         for ref, remote in found:
             for candidate in any_bits if bits is None else (bits,):
                 if is_made_of(ref.library_path(models, candidate), remote.commit):
@@ -122,21 +122,24 @@ def find_offer(model: str, ref: ModelRef, say: Callable[[str], None]) -> Offer:
 def open_download(
     offer: Offer,
     choice: Choice | None,
-    bits: int,
+    bits: int | None,
     stack: ExitStack,
     *,
     keep_source: bool,
     notice: Callable[[str], None],
+    on_gpu: bool = False,
 ) -> tuple[Download, Choice | None]:
     """Plan the download of the first source that can be read and has room on the disk.
 
     Args:
         offer: What the hub offers.
         choice: The order of its sources, if there is a choice.
-        bits: Bits of an expert weight, where there is none.
+        bits: Bits of an expert weight that the user wants, where there is none; ``None``: see
+            :func:`moechat.store.kept.choose_bits`.
         stack: Closes the download.
         keep_source: Keep the shards.
         notice: Receives messages.
+        on_gpu: The store is for a GPU.
 
     Returns:
         The download, and the choice with the sources that are left, the one taken first.
@@ -146,9 +149,11 @@ def open_download(
     """
     from moechat.fetch.download import prepare_download
 
-    def prepare(ref: ModelRef, remote: RemoteRepository, bits: int) -> Download:
+    def prepare(ref: ModelRef, remote: RemoteRepository, bits: int | None) -> Download:
         return stack.enter_context(
-            prepare_download(ref, remote, bits, user_paths(), keep_source=keep_source, notice=notice)
+            prepare_download(
+                ref, remote, bits, user_paths(), keep_source=keep_source, notice=notice, on_gpu=on_gpu
+            )
         )
 
     if choice is None:

@@ -42,7 +42,7 @@ def describe(plan: DownloadPlan, choice: Choice | None, load: Mapping[str, Any])
         f"{plan.remote.title}{licence}",
         *source,
         f"download  {_to_come(plan)}",
-        f"store     {format_bytes(plan.store_bytes)} with {plan.bits} bits{stated}, in {plan.destination}",
+        f"store     {format_bytes(plan.store_bytes)} with {plan.geometry.title}{stated}, in {plan.destination}",
         f"disk      {_disk(plan)}",
         f"memory    {_memory_text(plan)}",
         *([f"speed     {speed}"] if speed else []),
@@ -102,7 +102,7 @@ def _memory(plan: DownloadPlan) -> _Memory:
 
     least: int | None = None
     try:
-        moechat.plan(str(plan.config), bits=plan.bits, ram=_TOO_SMALL_BUDGET)
+        moechat.plan(str(plan.config), bits=plan.geometry.bits, ram=_TOO_SMALL_BUDGET)
     except DoesNotFitError as error:
         least = error.least_bytes
     except MoechatError:  # the download works without a memory plan
@@ -124,7 +124,7 @@ def _expected(plan: DownloadPlan, load: Mapping[str, Any]) -> Expected | DoesNot
     from moechat.planning.expect import expect
 
     try:
-        return expect(str(plan.config), **{**load, "bits": plan.bits})
+        return expect(str(plan.config), **{**load, "bits": plan.geometry.bits})
     except DoesNotFitError as error:
         return error
     except MoechatError:  # the download works without an estimate
@@ -177,7 +177,8 @@ def plan_json(
         "revision": plan.remote.revision,
         "commit": plan.remote.commit,
         "licence": plan.remote.licence,
-        "bits": plan.bits,
+        "bits": plan.bits or None,
+        "experts": plan.geometry.title,
         "source_format": plan.source_format,
         "files": plan.files,
         "weight_files": plan.weight_files,

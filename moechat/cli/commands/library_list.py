@@ -37,9 +37,9 @@ def list_models(*, json: bool) -> int:
             "the library is empty: `moechat run demo` works at once, `moechat download MODEL` adds one"
         )
     else:
-        rows = [("name", "bits", "size", "last used")]
+        rows = [("name", "experts", "size", "last used")]
         rows += [
-            (title_of(entry, name), str(entry.bits or "?"), format_bytes(entry.nbytes), _age(entry))
+            (title_of(entry, name), entry.form, format_bytes(entry.nbytes), _age(entry))
             for entry, name in zip(entries, display_names(entries), strict=True)
         ]
         write_output(sys.stdout, _table(rows))
@@ -82,6 +82,7 @@ def entry_json(entry: LibraryEntry) -> dict[str, Any]:
         "commit": entry.commit,
         "model_type": entry.model_type or None,
         "bits": entry.bits or None,
+        "experts": None if entry.damaged else entry.form,
         "bytes": entry.nbytes,
         "used": entry.used,
         "path": str(entry.path),
@@ -97,6 +98,7 @@ def _source_json(source: KeptSource) -> dict[str, Any]:
         "commit": source.commit,
         "model_type": None,
         "bits": None,
+        "experts": None,
         "bytes": source.nbytes,
         "used": None,
         "path": str(source.path),

@@ -145,9 +145,9 @@ def _confirmed(work: _Work, paths: Paths) -> bool:
         outside = _outside(entry, paths)
         if outside is None:
             total += entry.nbytes
-            print_notice(f"{title_of(entry)}, {entry.bits} bits, {format_bytes(entry.nbytes)}: {entry.path}")
+            print_notice(f"{title_of(entry)}, {entry.form}, {format_bytes(entry.nbytes)}: {entry.path}")
         else:
-            print_notice(f"{title_of(entry)}, {entry.bits} bits: only the link {entry.path}, {outside} stays")
+            print_notice(f"{title_of(entry)}, {entry.form}: only the link {entry.path}, {outside} stays")
     for item in work.leftovers.values():
         total += item.nbytes
         print_notice(f"left by interrupted work, {format_bytes(item.nbytes)}: {item.path}")
@@ -202,7 +202,7 @@ def _remove(entry: LibraryEntry, paths: Paths) -> None:
         print_notice(f"removed the link {entry.path}; what it pointed to stays: {outside}")
         return
     forget_use(entry.path, paths)
-    print_notice(f"removed {title_of(entry)}, {entry.bits} bits: {format_bytes(entry.nbytes)} are free again")
+    print_notice(f"removed {title_of(entry)}, {entry.form}: {format_bytes(entry.nbytes)} are free again")
 
 
 def _in_use(entry: LibraryEntry, how: str) -> MoechatError:

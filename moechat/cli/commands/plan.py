@@ -117,7 +117,7 @@ def _headline(made: Plan) -> str:
         f"{made.model}: {_billions(made.parameters)} parameters, "
         f"{_billions(made.active_parameters)} for a token; "
         f"{made.expert_layers} layers of {made.experts} experts, {made.top_k} a token; "
-        f"{made.bits} bits{source}, {format_bytes(made.all_expert_bytes)} of experts\n"
+        f"{made.experts_form}{source}, {format_bytes(made.all_expert_bytes)} of experts\n"
         f"dense weights: {made.dense_weights}{packed}\n"
         f"{made.machine_title}: {made.context:,} tokens of context{limited}, system {made.system}"
     )

@@ -57,7 +57,7 @@ def _library(report: Report, rows: dict[str, str]) -> None:
     paths = user_paths()
     entries = list_stores(paths)
     for entry in entries:
-        rows[entry.title] = "damaged" if entry.damaged else f"{entry.bits} bits, {format_bytes(entry.nbytes)}"
+        rows[entry.title] = "damaged" if entry.damaged else f"{entry.form}, {format_bytes(entry.nbytes)}"
         if entry.reason is not None:
             report.problem(
                 f"the store {entry.path.name} cannot be read: {entry.reason}",

@@ -1,0 +1,107 @@
+"""Decides whether a store keeps the encodings of its source's experts, or quantises them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moechat import _native
+from moechat.errors import UnsupportedModelError
+from moechat.geometry import DEFAULT_BITS, KEEP, ExpertGeometry, encodings_title
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource
+
+
+def kept_encodings(
+    checkpoint: Checkpoint, experts: ExpertGeometry, layers: Sequence[ExpertLayerSource]
+) -> tuple[tuple[tuple[str, str], ...], str]:
+    """The encodings that a store can keep.
+
+    Args:
+        checkpoint: The source; only headers are read.
+        experts: Shape of the experts.
+        layers: The layers with experts.
+
+    Returns:
+        For every layer the encodings of gate and up and of down, or nothing; then, if experts are quantised
+        but cannot be kept, why.
+    """
+    found: list[tuple[str, str]] = []
+    quantised = False
+    for layer in layers:
+        names: dict[str, set[str | None]] = {"gate": set(), "up": set(), "down": set()}
+        for expert in layer.experts:
+            for name, ref in expert.matrices:
+                names[name].add(checkpoint.encoding(ref))
+        every = set().union(*names.values())
+        quantised = quantised or every != {None}
+        if None in every:
+            key = layer.experts[0].gate.key
+            return (), f"layer {layer.layer} has experts of another type ({key})" if quantised else ""
+        for name, kinds in (("gate and up", names["gate"] | names["up"]), ("down", names["down"])):
+            if len(kinds) > 1:
+                types = " and ".join(sorted(str(kind).upper() for kind in kinds))
+                return (), f"the {name} matrices of layer {layer.layer} are {types}"
+        pair = (str(next(iter(names["gate"]))), str(next(iter(names["down"]))))
+        unfit = _unfit(experts, pair)
+        if unfit:
+            return (), unfit
+        found.append(pair)
+    return tuple(found), ""
+
+
+def _unfit(experts: ExpertGeometry, pair: tuple[str, str]) -> str:
+    """Why sizes do not fit a pair of encodings; empty if they do."""
+    try:
+        _native.kept_layout(experts.hidden_size, experts.intermediate_size, *pair)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def may_be_kept(checkpoint: Checkpoint) -> bool:
+    """Whether any tensor has an encoding that a store can keep: a quick look."""
+    tensors = checkpoint.tensors
+    return any(key.endswith("_blocks") or tensors.encoding(key) is not None for key in tensors)
+
+
+def require_for_gpu(geometry: ExpertGeometry, name: str) -> None:
+    """Check that kernels for GPUs read the experts of a store.
+
+    Raises:
+        UnsupportedModelError: They are kept in the encodings of their source.
+    """
+    if geometry.kept:
+        raise UnsupportedModelError(
+            f"the experts of {name} are stored as {geometry.title}, which kernels for GPUs do not read",
+            hint=f"name the file that it was made from, with --bits {DEFAULT_BITS}",
+        )
+
+
+def choose_bits(wanted: int | None, plan: CheckpointPlan, *, on_gpu: bool) -> tuple[int, str]:
+    """The bits to convert with.
+
+    Args:
+        wanted: Bits of a weight that the user has given.
+        plan: The experts of the source.
+        on_gpu: A GPU computes them: its kernels do not read kept encodings.
+
+    Returns:
+        ``wanted``, else :data:`moechat.geometry.KEEP` if possible, else 4; then a notice, empty if values do
+        not change or the user has chosen the bits.
+    """
+    if wanted is not None:
+        return wanted, ""
+    if plan.kept and not on_gpu:
+        return KEEP, ""
+    if plan.kept:
+        title = encodings_title(plan.kept)
+        return DEFAULT_BITS, (
+            f"the experts are {title}, which kernels for GPUs do not read: they are quantised again to "
+            f"{DEFAULT_BITS} bits, which loses some accuracy"
+        )
+    if plan.not_kept:
+        return DEFAULT_BITS, (
+            f"the experts are quantised again to {DEFAULT_BITS} bits, which loses some accuracy: "
+            f"{plan.not_kept}"
+        )
+    return DEFAULT_BITS, ""

@@ -1,0 +1,90 @@
+"""Random weights in the formats of GGUF files, and experts of them in blocks that keep their values."""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import dequantize
+from gguf.constants import GGMLQuantizationType
+from native_support import Call, empty_records
+
+from moechat import _native
+
+# By kept encoding: ggml's name, and the places of the fp16 scales in a block.
+FORMATS = {
+    "q4_0": ("Q4_0", (0,)),
+    "q4_1": ("Q4_1", (0, 2)),
+    "q5_0": ("Q5_0", (0,)),
+    "q5_1": ("Q5_1", (0, 2)),
+    "q8_0": ("Q8_0", (0,)),
+    "q2_k": ("Q2_K", (80, 82)),
+    "q3_k": ("Q3_K", (108,)),
+    "q4_k": ("Q4_K", (0, 2)),
+    "q5_k": ("Q5_K", (0, 2)),
+    "q6_k": ("Q6_K", (208,)),
+    "iq4_nl": ("IQ4_NL", (0,)),
+    "iq4_xs": ("IQ4_XS", (0,)),
+    "mxfp4": ("MXFP4", ()),
+}
+ENCODINGS = tuple(FORMATS)
+# Mean magnitude of the integers that the scales are multiplied with, so that weights are near 0.1.
+_MAGNITUDE = {"q2_k": 12, "q3_k": 40, "q4_k": 240, "q5_k": 480, "q6_k": 1000, "iq4_xs": 800, "q8_0": 64}
+_MAGNITUDE |= {"iq4_nl": 60}
+
+
+def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) -> np.ndarray:
+    """Random packed rows, uint8 [rows, bytes]: all codes and scales occur."""
+    _, block, size = _native.kept_encodings()[encoding]
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    spread = 0.1 / _MAGNITUDE.get(encoding, 8)
+    for place in FORMATS[encoding][1]:
+        scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16)
+        data[:, :, place : place + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
+    if encoding == "mxfp4":
+        data[:, :, 0] = rng.integers(119, 124, (rows, columns // block))
+    return data.reshape(rows, -1)
+
+
+def values(encoding: str, rows: np.ndarray) -> np.ndarray:
+    """float32 [rows, columns], by the gguf package."""
+    return dequantize(rows, GGMLQuantizationType[FORMATS[encoding][0]])
+
+
+def random_records(
+    rng: np.random.Generator, layout: _native.BlockLayout, experts: int
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Records of experts, and their rows as in a file."""
+    records = empty_records(layout, experts)
+    sources = []
+    hidden, neurons = layout.hidden_size, layout.intermediate_size
+    for expert in range(experts):
+        rows = (
+            file_rows(rng, layout.encoding, neurons, hidden),
+            file_rows(rng, layout.encoding, neurons, hidden),
+            file_rows(rng, layout.down_encoding, hidden, neurons),
+        )
+        biases = None
+        if layout.has_bias:
+            biases = tuple(rng.standard_normal(n).astype(np.float32) for n in (neurons, neurons, hidden))
+        _native.pack_kept(layout, *rows, biases, records[expert])
+        sources.append(rows)
+    return records, sources
+
+
+def kept_call(
+    seed: int, gate_up: str, down: str, *, counts: tuple[int, ...] = (5, 3, 0), bias: bool = False
+) -> Call:
+    """A call over random experts with the given numbers of tokens each.
+
+    Of blocks of 32 columns, hidden size and neurons are not multiples of 64; of 256, one of 256.
+    """
+    rng = np.random.default_rng(seed)
+    blocks = [_native.kept_encodings()[name][1] for name in (gate_up, down)]
+    hidden, neurons = (512 if blocks[0] == 256 else 160), (256 if blocks[1] == 256 else 96)
+    layout = _native.kept_layout(hidden, neurons, gate_up, down, bias)
+    records, _ = random_records(rng, layout, len(counts))
+    tokens = max(counts)
+    x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+    tokens_of = [rng.permutation(tokens)[:count].astype(np.int32) for count in counts]
+    weights_of = [rng.standard_normal(count).astype(np.float32) for count in counts]
+    entries = [(expert, block) for expert in range(len(counts)) for block in range(layout.blocks)]
+    return Call(layout, records, x, tokens_of, weights_of, entries)
