@@ -15,10 +15,12 @@ from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
-from moechat.store.kept import choose_bits
+from moechat.store.kept import choose_bits, may_be_kept
 from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
+# In the manifest of a store whose source was quantised: why it does not keep that encoding.
+_NOT_KEPT = "not_kept"
 _TRIES = 3  # attempts to open a store that other processes replace meanwhile
 
 
@@ -77,20 +79,26 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report, on_gpu: bool) -
     assert ref.checkpoint is not None
     if ref.checkpoint.is_file():
         # Reading a GGUF file's header and vocabulary takes seconds, so look for a current store first.
-        found = _current(ref, bits, gguf_fingerprint(all_parts(ref.checkpoint)), on_gpu)
+        fingerprint = gguf_fingerprint(all_parts(ref.checkpoint))
+        found = _current(ref, bits, fingerprint, on_gpu=on_gpu, encoded=True)
         if found is not None:
             return found
         with opened_gguf(ref.checkpoint) as opened:
             return _converted(opened, ref, bits, report, on_gpu)
     checkpoint = Checkpoint.open(ref.checkpoint)
-    found = _current(ref, bits, checkpoint.fingerprint(), on_gpu)
+    encoded = may_be_kept(checkpoint)
+    found = _current(ref, bits, checkpoint.fingerprint(), on_gpu=on_gpu, encoded=encoded)
     return found or _converted(checkpoint, ref, bits, report, on_gpu)
 
 
-def _current(ref: ModelRef, bits: int | None, fingerprint: str, on_gpu: bool) -> Store | None:
+def _current(
+    ref: ModelRef, bits: int | None, fingerprint: str, *, on_gpu: bool, encoded: bool
+) -> Store | None:
     """The store that a conversion would make, if it is here and its source has not changed since.
 
-    A changed source makes :func:`_converted` replace the store once the new one is complete.
+    A changed source makes :func:`_converted` replace the store once the new one is complete. If the user has
+    not chosen the bits, and the source may have an encoding that a store can keep (``encoded``), a store that
+    quantised it anew counts only if it could not.
     """
     for candidate in (bits,) if bits is not None else (DEFAULT_BITS,) if on_gpu else (KEEP, DEFAULT_BITS):
         destination = ref.library_path(user_paths().models, candidate)
@@ -98,7 +106,9 @@ def _current(ref: ModelRef, bits: int | None, fingerprint: str, on_gpu: bool) ->
         if not manifest.exists():
             continue
         with suppress(StoreFormatError):  # replaced too
-            if Manifest.read(manifest).source.fingerprint == fingerprint:
+            read = Manifest.read(manifest)
+            wanted = bits is not None or on_gpu or candidate == KEEP or not encoded
+            if read.source.fingerprint == fingerprint and (wanted or _NOT_KEPT in read.created_by):
                 return Store.open(destination)
     return None
 
@@ -127,4 +137,5 @@ def _converted(
         source_name=ref.name,
         progress=on_convert,
         calibration=calibration_of(checkpoint, plan, bits, notice),
+        remarks=None if plan.kept else {_NOT_KEPT: plan.not_kept or "it is not quantised"},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import moechat
@@ -46,6 +47,7 @@ def convert(
     progress: ProgressCallback | None = None,
     supply: Supply | None = None,
     calibration: Calibration | None = None,
+    remarks: Mapping[str, str] | None = None,
 ) -> Store:
     """Convert ``checkpoint`` into a store at ``destination``.
 
@@ -66,6 +68,7 @@ def convert(
         supply: Provides the parts of the source as they are needed; ``None`` if all are on this machine.
         calibration: Measures inputs of experts for the quantizer ``auto``; ``None``: quantise by the weights
             alone.
+        remarks: Added to :attr:`Manifest.created_by`.
 
     Returns:
         The open store.
@@ -106,7 +109,7 @@ def convert(
                     workspace.discard()
                 raise
             manifest = _manifest(
-                checkpoint, plan, outline, workspace, conversion.solver, source_name, revision
+                checkpoint, plan, outline, workspace, conversion.solver, source_name, revision, remarks or {}
             )
             report.at("finishing", outline.total_bytes, "manifest")
             workspace.publish(MANIFEST_NAME, manifest.to_bytes())
@@ -159,11 +162,12 @@ def _manifest(
     solver: str,
     source_name: str,
     revision: str | None,
+    remarks: Mapping[str, str],
 ) -> Manifest:
     experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
     return Manifest(
         source=SourceRecord(source_name, revision, checkpoint.fingerprint(), plan.weight_type),
-        created_by=build_versions(),
+        created_by=build_versions() | dict(remarks),
         model_type=plan.model_type,
         geometry=outline.geometry,
         layers=tuple(LayerRecord(file.source.layer, file.source.module, file.name) for file in experts),

@@ -145,7 +145,7 @@ class Manifest:
 
     Attributes:
         source: Origin of the weights.
-        created_by: :func:`build_versions` at the time of conversion.
+        created_by: :func:`build_versions` at the time of conversion, and remarks of the caller.
         model_type: ``config.model_type``.
         geometry: Shape and encoding of the experts.
         layers: Expert layers, ascending.

@@ -119,11 +119,15 @@ def write_mxfp4(directory: Path) -> None:
     )
 
 
-def test_mxfp4_checkpoint_computes_what_transformers_dequantises(tmp_path: Path, moechat_home: Path) -> None:
+@pytest.mark.parametrize(("bits", "form"), [(16, "16 bits"), (None, "MXFP4")])
+def test_mxfp4_checkpoint_computes_what_transformers_dequantises(
+    tmp_path: Path, moechat_home: Path, bits: int | None, form: str
+) -> None:
     source = tmp_path / "model"
     write_tiny_checkpoint(source, tiny_config("gpt_oss", 0))
     write_mxfp4(source)
-    engine = moechat.load(source, bits=16, dense_bits=16, dtype="float32")
+    engine = moechat.load(source, bits=bits, dense_bits=16, dtype="float32", activation_bits=32)
+    assert engine.describe().experts_form == form
     # Some versions of transformers unpack MXFP4 to bfloat16 whatever type is asked for.
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).float().eval()
     tokens = list(range(3, 40))
