@@ -88,7 +88,7 @@ def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
     except MoechatError:
         return []
     # A full match: the names of other models may begin with this one.
-    store = re.compile(rf"\.{re.escape(ref.slug)}-\d+bit\.(partial|removed)", re.IGNORECASE)
+    store = re.compile(rf"\.{re.escape(ref.slug)}-(\d+bit|kept)\.(partial|removed)", re.IGNORECASE)
     return [
         item
         for item in list_leftovers(paths)

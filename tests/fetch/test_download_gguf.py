@@ -76,7 +76,7 @@ def test_a_gguf_download_gives_the_same_store_as_converting_the_file(
 ) -> None:
     done = inside.call("download", f"{REPOSITORY}:{variant}")
     assert done.status == 0, done.err
-    store = models(inside) / f"tiny--moe-GGUF+{variant.upper()}-4bit"
+    store = models(inside) / f"tiny--moe-GGUF+{variant.upper()}-kept"
     manifest = json.loads((store / "manifest.json").read_text())
     assert manifest["source"]["name"] == f"{REPOSITORY}:{variant.upper()}"
     assert manifest["source"]["revision"] == COMMIT
@@ -84,7 +84,7 @@ def test_a_gguf_download_gives_the_same_store_as_converting_the_file(
     assert not any(path.is_dir() for path in sources(inside).iterdir())
     asked = {request.path.rpartition("/")[2] for request in quants.requests if "/resolve/" in request.path}
     assert all(variant.lower() in name.lower() or name == "README.md" for name in asked)
-    reference = open_store(resolve(str(gguf_directory / local)), 4, lambda _: None)
+    reference = open_store(resolve(str(gguf_directory / local)), None, lambda _: None)
     assert same_files(store, reference.path)
     again = inside.call("download", f"{REPOSITORY}:{variant}")
     assert "is here already" in again.err
@@ -200,8 +200,8 @@ def test_an_interrupted_download_is_resumed(inside: Cli, quants: Hub, gguf_direc
     assert done.status == 0, done.err
     fetched = sum(r.sent for r in quants.requests if "/cdn/" in r.path and r.range.endswith("-"))
     assert fetched == size - before
-    reference = open_store(resolve(str(gguf_directory / "moe-Q4_K_M.gguf")), 4, lambda _: None)
-    assert same_files(models(inside) / "tiny--moe-GGUF+Q4_K_M-4bit", reference.path)
+    reference = open_store(resolve(str(gguf_directory / "moe-Q4_K_M.gguf")), None, lambda _: None)
+    assert same_files(models(inside) / "tiny--moe-GGUF+Q4_K_M-kept", reference.path)
 
 
 def test_rm_of_one_type_keeps_the_partial_files_of_others(inside: Cli, quants: Hub) -> None:

@@ -82,7 +82,7 @@ def test_a_hub_that_never_answers_fails_soon(inside: Cli, hub: Hub) -> None:
     hub.faults = Faults(status=503)
     done = inside.call("download", REPOSITORY)
     assert (done.status, "failed with status 503" in done.err) == (5, True), done.err
-    wait_until(lambda: len([request for request in hub.requests if "/api/" in request.path]) == 5)
+    wait_until(lambda: len([request for request in hub.requests if "/api/models/" in request.path]) == 5)
 
 
 def test_a_busy_model_request_is_retried(inside: Cli, hub: Hub) -> None:

@@ -51,14 +51,14 @@ def test_the_list_shows_name_commit_bits_size_and_last_use(library: Cli) -> None
     first = library.call("list")
     assert first.status == 0
     header, line = first.out.decode().splitlines()
-    assert header.split() == ["name", "bits", "size", "last", "used"]
-    assert line.split() == [f"{REPOSITORY}@{COMMIT[:12]}", "4", "984", "KiB", "never"]
+    assert header.split() == ["name", "experts", "size", "last", "used"]
+    assert line.split() == [f"{REPOSITORY}@{COMMIT[:12]}", "4", "bits", "984", "KiB", "never"]
     assert library.call("run", f"{REPOSITORY}@{COMMIT[:12]}", "a", "--max-tokens", "1").status == 0
     assert library.call("ls").out.decode().splitlines()[1].endswith("just now")
     (entry,) = json.loads(library.call("list", "--json").out)
     assert entry["repository"] == REPOSITORY
     assert entry["commit"] == COMMIT
-    assert entry["bits"] == 4
+    assert (entry["bits"], entry["experts"]) == (4, "4 bits")
     assert entry["path"] == str(models(library) / STORE)
     assert abs(entry["used"] - time.time()) < 60
 

@@ -20,8 +20,8 @@ from moechat.config import user_paths
 from moechat.errors import StoreDamagedError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
-from moechat.geometry import KEEP
-from moechat.hub.model_ref import ModelRef, hub_model, stored_commit
+from moechat.geometry import DEFAULT_BITS, KEEP
+from moechat.hub.model_ref import USUAL_FORMS, ModelRef, hub_model, stored_commit
 from moechat.options import BITS, LoadOptions
 from moechat.validation import require_choice
 
@@ -196,18 +196,13 @@ def _check_offline(ref: ModelRef, command: DownloadCommand) -> None:
     Raises:
         OfflineError: It is not there, or an option needs the network.
     """
-    bits = command.bits or _DEFAULT_BITS
-    here = ref.library_path(user_paths().models, bits)
-    commit = stored_commit(here)
-    if (
-        commit is None
-        or command.keep_source
-        or command.dry_run
-        or command.json
-        or not _is_made_of(here, commit)
-    ):
-        raise offline_error(str(ref.repository), ref.revision, bits)
-    _print_present(f"{ref.name} ({commit[:12]})", bits, command)
+    forms = USUAL_FORMS if command.bits is None else (command.bits,)
+    stores = {bits: ref.library_path(user_paths().models, bits) for bits in forms}
+    commits = {bits: stored_commit(store) for bits, store in stores.items()}
+    here = [bits for bits, commit in commits.items() if commit and _is_made_of(stores[bits], commit)]
+    if not here or command.keep_source or command.dry_run or command.json:
+        raise offline_error(str(ref.repository), ref.revision, command.bits or DEFAULT_BITS)
+    _print_present(f"{ref.name} ({str(commits[here[0]])[:12]})", here[0], command)
     if not command.quiet:
         print_notice("(HF_HUB_OFFLINE is set: the hub was not checked for a newer version)")
 
@@ -227,4 +222,5 @@ def _is_made_of(store: Path, commit: str) -> bool:
 
 def _print_present(title: str, bits: int, command: DownloadCommand) -> None:
     if not command.quiet:
-        print_notice(f"{title}{'' if bits == KEEP else f' with {bits} bits'} is here already: moechat run {command.model}")
+        form = "" if bits == KEEP else f" with {bits} bits"
+        print_notice(f"{title}{form} is here already: moechat run {command.model}")

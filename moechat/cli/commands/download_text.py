@@ -35,6 +35,7 @@ def describe(plan: DownloadPlan, choice: Choice | None, load: Mapping[str, Any])
         load: Options of loading, for the speed.
     """
     stated = f" (the files have {one_line(plan.source_format)})" if plan.source_format else ""
+    form = plan.geometry.title + stated
     licence = f", licence {one_line(plan.remote.licence)}" if plan.remote.licence else ""
     source = [] if choice is None else [f"source    {_source(choice)}"]
     speed = _speed_text(_expected(plan, load))
@@ -42,7 +43,7 @@ def describe(plan: DownloadPlan, choice: Choice | None, load: Mapping[str, Any])
         f"{plan.remote.title}{licence}",
         *source,
         f"download  {_to_come(plan)}",
-        f"store     {format_bytes(plan.store_bytes)} with {plan.geometry.title}{stated}, in {plan.destination}",
+        f"store     {format_bytes(plan.store_bytes)} with {form}, in {plan.destination}",
         f"disk      {_disk(plan)}",
         f"memory    {_memory_text(plan)}",
         *([f"speed     {speed}"] if speed else []),
