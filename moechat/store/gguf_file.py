@@ -185,8 +185,8 @@ class GgufView:
 
 
 def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
-    """The encoding of a tensor that a store can keep: its rows are those of the checkpoint."""
-    return None if source.heads else KEPT.get(tensor.kind)
+    """The encoding of a tensor that a store can keep: its rows are as in the checkpoint."""
+    return None if source.changes else KEPT.get(tensor.kind)
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:

@@ -17,8 +17,9 @@ Show the memory that a model needs and its expected speed, without loading it.
 With --vram or --gpu, plans for a GPU, otherwise for this machine as `moechat run` uses it. The \
 model need not be downloaded: the shapes of known models are built in; others need only a config.json.
 
---json: model (name, type, parameters, active_parameters, bits, experts_form, dtype, dense_bits, dense_weights, kv_bits, \
-weights, source_format, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machine (name, \
+--json: model (name, type, parameters, active_parameters, bits, experts_form, dtype, dense_bits, \
+dense_weights, kv_bits, weights, source_format, expert_layers, experts, top_k, blocks_per_expert, \
+expert_bytes), machine (name, \
 title), system, strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, \
 resident_share, wave_tokens), layers (layer, experts, blocks, split, hit_rate, exposed_s), statistics \
 (tokens, source, basis), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, hit_rate, \

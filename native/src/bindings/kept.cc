@@ -18,8 +18,9 @@ Encoding encoding_of(const std::string& name) {
   refuse("encoding \"" + name + "\" is unknown");
 }
 
-BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size, const std::string& gate_up,
-                           const std::string& down, bool has_bias, std::int64_t record_bytes) {
+BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size,
+                           const std::string& gate_up, const std::string& down, bool has_bias,
+                           std::int64_t record_bytes) {
   return make_kept_layout(hidden_size, intermediate_size, encoding_of(gate_up), encoding_of(down), has_bias,
                           record_bytes);
 }
@@ -35,8 +36,9 @@ FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encodin
   return {static_cast<const unsigned char*>(rows.data()), rows.strides(0)};
 }
 
-void pack_kept_py(const BlockLayout& layout, const py::array& gate, const py::array& up, const py::array& down,
-                  const BiasArrays& biases, py::array out, std::optional<int> threads) {
+void pack_kept_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
+                  const py::array& down, const BiasArrays& biases, py::array out,
+                  std::optional<int> threads) {
   if (!layout.kept) refuse("this layout does not keep the values of files");
   const auto bias = checked_biases(layout, biases);
   const std::int64_t neurons = layout.intermediate_size;

@@ -309,12 +309,11 @@ PYBIND11_MODULE(_native, m) {
       .def_readonly("down_bias_rows", &BlockLayout::down_bias_rows)
       .def("__repr__", [](const BlockLayout& layout) {
         return "BlockLayout(hidden_size=" + std::to_string(layout.hidden_size) +
-               ", intermediate_size=" + std::to_string(layout.intermediate_size) +
-               ", " +
-               (layout.kept ? std::string("encodings=") + encoding_name(layout.encoding) + "/" +
-                                  encoding_name(layout.down_encoding)
-                            : "bits=" + std::to_string(layout.bits) +
-                                  ", fp16=" + (layout.fp16 ? "True" : "False")) +
+               ", intermediate_size=" + std::to_string(layout.intermediate_size) + ", " +
+               (layout.kept
+                    ? std::string("encodings=") + encoding_name(layout.encoding) + "/" +
+                          encoding_name(layout.down_encoding)
+                    : "bits=" + std::to_string(layout.bits) + ", fp16=" + (layout.fp16 ? "True" : "False")) +
                ", has_bias=" + (layout.has_bias ? "True" : "False") + ")";
       });
 

@@ -305,8 +305,9 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
     auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
     auto* sums = session.scratch<float>(kInputSums, count * layout.groups * 2);
     session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel.prepare_tokens(layout.kept ? 16 : layout.bits, from + begin * layout.hidden_size, layout.hidden_size, end - begin,
-                            inputs + begin * layout.hidden_padded, sums + begin * layout.groups * 2);
+      kernel.prepare_tokens(layout.kept ? 16 : layout.bits, from + begin * layout.hidden_size,
+                            layout.hidden_size, end - begin, inputs + begin * layout.hidden_padded,
+                            sums + begin * layout.groups * 2);
     });
     task->x = inputs;
     task->x_sums = sums;
@@ -318,9 +319,10 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
                            session.scratch<InputSums>(kPlaneSums, count * layout.groups)};
   session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = begin * layout.groups;
-    integers_of(kernel, layout).quantise_rows(layout.encoding, task->activation_bits, from + begin * layout.hidden_size,
-                                  layout.hidden_size, end - begin,
-                                  {rows.planes + begin * bytes, rows.scales + at, rows.sums + at});
+    integers_of(kernel, layout)
+        .quantise_rows(layout.encoding, task->activation_bits, from + begin * layout.hidden_size,
+                       layout.hidden_size, end - begin,
+                       {rows.planes + begin * bytes, rows.scales + at, rows.sums + at});
   });
   task->x_quantised = rows;
 }

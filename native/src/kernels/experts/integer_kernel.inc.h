@@ -139,9 +139,10 @@ void block_neurons_of(const ForwardTask& task, const unsigned char* record, std:
   Vec sums[2][kTilesPerBlock];
   for (int matrix = 0; matrix < 2; ++matrix) {
     for (int tile = 0; tile < kTilesPerBlock; ++tile) {
-      TileStream stream[1] = {{record + q[matrix] + tile * span, record + sz[matrix] + tile * span_sz,
-                               record + q[matrix + 1], record + sz[matrix + 1],
-                               super_tile(record, super[matrix], layout.encoding, tile, layout.groups, true)}};
+      TileStream stream[1] = {
+          {record + q[matrix] + tile * span, record + sz[matrix] + tile * span_sz, record + q[matrix + 1],
+           record + sz[matrix + 1],
+           super_tile(record, super[matrix], layout.encoding, tile, layout.groups, true)}};
       if (tile + 1 < kTilesPerBlock) {
         stream[0].next_q = stream[0].q + span;
         stream[0].next_sz = stream[0].sz + span_sz;
@@ -315,8 +316,7 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
     prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
                    at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
     if constexpr (W::kKept) {
-      const unsigned char* super =
-          super_tile(at, layout.down_super, layout.down_encoding, which, 1, false);
+      const unsigned char* super = super_tile(at, layout.down_super, layout.down_encoding, which, 1, false);
       for (int i = 0; i < kStep; ++i) __builtin_prefetch(super + i * kStepBytes, 0, 3);
     }
     output_tiles_of<W, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs, table);
@@ -357,7 +357,7 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
     }
     const std::int64_t following = entry + 1 < task.entry_end ? entry + 1 : entry;
     block_outputs_of<W, kPlanes>(task, entry, begin, end, result_rows(task, entry),
-                                     reinterpret_cast<const unsigned char*>(task.block_ptr[following]));
+                                 reinterpret_cast<const unsigned char*>(task.block_ptr[following]));
   }
 }
 

@@ -1,5 +1,6 @@
-// Products of kept codes and quantised inputs: a sub-block at a time, then in floats; see kept_encodings.h and
-// kernel_api.h. Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
+// Products of kept codes and quantised inputs: a sub-block at a time, then in floats; see kept_encodings.h
+// and kernel_api.h. Included inside the anonymous namespace of one instruction set, after
+// weight_classes.inc.h.
 
 // isum[stream][token] of a sub-block.
 template <class W, int kPlanes, int kStreams, int kTokens>
@@ -84,10 +85,10 @@ MOECHAT_INLINE void sub_dots(const unsigned char* const (&q)[kStreams], int sub,
 
 // acc[stream][token] plus one group.
 template <class W, int kPlanes, int kStreams, int kTokens>
-MOECHAT_INLINE void add_kept_group(const unsigned char* const (&q)[kStreams], const KeptScales (&at)[kStreams],
-                                   Encoding encoding, VecI table, const std::int8_t* const (&x)[kTokens],
-                                   const float (&x_scale)[kTokens], const InputSums* const (&sums)[kTokens],
-                                   Vec (&acc)[kStreams][kTokens]) {
+MOECHAT_INLINE void add_kept_group(const unsigned char* const (&q)[kStreams],
+                                   const KeptScales (&at)[kStreams], Encoding encoding, VecI table,
+                                   const std::int8_t* const (&x)[kTokens], const float (&x_scale)[kTokens],
+                                   const InputSums* const (&sums)[kTokens], Vec (&acc)[kStreams][kTokens]) {
   if constexpr (kStreams > 1 && !kPairDots) {
     for (int s = 0; s < kStreams; ++s) {
       const unsigned char* const one[1] = {q[s]};

@@ -1,5 +1,5 @@
-// Kernels for kept weights and float inputs: the values of a group, as in its GGUF file, then products in fp32.
-// Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
+// Kernels for kept weights and float inputs: the values of a group, as in its GGUF file, then products in
+// fp32. Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
 //
 // A sum is one chain over the columns: acc = fma(value, x, acc). Tokens share the values, not the chain.
 
@@ -63,8 +63,7 @@ void kept_neuron_tile(const ForwardTask& task, std::int64_t entry, int tile) {
     Vec acc[2][kKeptTokens];
     for (int m = 0; m < 2; ++m) {
       for (std::int64_t t = 0; t < tokens; ++t) acc[m][t] = zero();
-      const unsigned char* super =
-          super_tile(record, supers[m], layout.encoding, tile, layout.groups, true);
+      const unsigned char* super = super_tile(record, supers[m], layout.encoding, tile, layout.groups, true);
       for (std::int64_t g = 0; g < layout.groups; ++g) {
         const std::int64_t at = tile * layout.groups + g;
         alignas(64) float values[kTileRows * kGroupColumns];

@@ -65,9 +65,9 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
           for (std::int64_t g = next; g < end; ++g) ahead.add((*reads)(same ? pair + 1 : 0, m, g));
         }
       }
-      add_panel<kForm, typename W::Panel, kSum, panel_terms<W, kPlanes>()>(panel, kTileStride, first, count, rows, tokens,
-                                                       weights, acc + pair * kPairSums,
-                                                       [&ahead](std::int64_t parts) { ahead.fetch(parts); });
+      add_panel<kForm, typename W::Panel, kSum, panel_terms<W, kPlanes>()>(
+          panel, kTileStride, first, count, rows, tokens, weights, acc + pair * kPairSums,
+          [&ahead](std::int64_t parts) { ahead.fetch(parts); });
     }
   }
 }
@@ -99,7 +99,8 @@ void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::i
 // Address of the activations of the run of entry `local`.
 template <Form kForm, class W>
 MOECHAT_INLINE unsigned char* slots_of(const ForwardTask& task, std::int64_t local) {
-  return task.many_slots + task.slot_start[task.run_begin[local]] * gathered_bytes<typename W::Panel>(kForm, 1);
+  return task.many_slots +
+         task.slot_start[task.run_begin[local]] * gathered_bytes<typename W::Panel>(kForm, 1);
 }
 
 template <class W, int kPlanes>
@@ -126,8 +127,8 @@ struct NeuronCodes {
     const unsigned char* super = nullptr;
     if constexpr (W::kKept) {
       const std::int64_t field = m == 0 ? layout.gate_super : layout.up_super;
-      super = keeping.super_of(
-          super_tile(record, field, layout.encoding, tile + pair, layout.groups, true), group);
+      super = keeping.super_of(super_tile(record, field, layout.encoding, tile + pair, layout.groups, true),
+                               group);
     }
     return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * W::kGroupBytes,
             record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes, super};
@@ -147,17 +148,17 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
   const Keeping keeping = Keeping::of(layout.encoding, true);
   const NeuronCodes<W> source{layout, record, begin, keeping};
   const bool ends = end == kTilesPerBlock;
-  const NeuronCodes<W> then{
-      layout, ends ? reinterpret_cast<const unsigned char*>(task.block_ptr[following]) : record,
-      ends ? 0 : end, keeping};
+  const NeuronCodes<W> then{layout,
+                            ends ? reinterpret_cast<const unsigned char*>(task.block_ptr[following]) : record,
+                            ends ? 0 : end, keeping};
   const std::int64_t tiles = end - begin;
   alignas(64) float acc[kTilesPerBlock * kPairSums];
   for (std::int64_t done = 0; done < count; done += kChunkTokens) {
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
     const TokenRows rows = gathered_rows<W, kPlanes>(task.many_x, layout.groups, item + done);
     clear_sums(acc, tiles, tokens);
-    strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles,
-                                            layout.groups, rows, tokens, nullptr, acc);
+    strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles, layout.groups,
+                                        rows, tokens, nullptr, acc);
     for (std::int64_t i = 0; i < tiles; ++i) {
       Vec bias[2] = {zero(), zero()};
       if (layout.has_bias) {
@@ -253,8 +254,8 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
         }
       }
     }
-    strip_sums<W, kPlanes, kSum>(source, done + tokens < count ? &source : after, pairs, blocks, rows,
-                                     tokens, weights, acc);
+    strip_sums<W, kPlanes, kSum>(source, done + tokens < count ? &source : after, pairs, blocks, rows, tokens,
+                                 weights, acc);
     for (std::int64_t t = 0; t < tokens; ++t) {
       float* out = task.out + out_rows[done + t] * layout.hidden_size;
       for (std::int64_t at = row; at < rows_end; at += 2 * kTileRows) {
@@ -312,7 +313,7 @@ void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end
       const TokenRows rows = gathered_rows<W, kPlanes>(task.many_x, task.groups, done);
       clear_sums(acc, pairs, tokens);
       strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < task.tokens ? &source : after, pairs,
-                                              task.groups, rows, tokens, nullptr, acc);
+                                          task.groups, rows, tokens, nullptr, acc);
       for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t i = tile; i < strip_end; ++i) {
           const float* from =

@@ -11,8 +11,8 @@
 
 #include "kernels/experts/block_fields.h"
 #include "kernels/isa/dispatch.h"
-#include "kernels/layout/gguf_blocks.h"
 #include "kernels/layout/codes.h"
+#include "kernels/layout/gguf_blocks.h"
 #include "kernels/layout/half.h"
 #include "kernels/threads/thread_pool.h"
 

@@ -70,8 +70,8 @@ struct FileExpert {
   const ExpertBiases* biases;
 };
 
-// Rearranges an expert into a layout with kept encodings. Writes every byte of records [blocks, record_bytes].
-// Throws std::invalid_argument for a scale that is not finite, or another layout.
+// Rearranges an expert into a layout with kept encodings. Writes every byte of records [blocks,
+// record_bytes]. Throws std::invalid_argument for a scale that is not finite, or another layout.
 void pack_kept(const BlockLayout& layout, const FileExpert& source, unsigned char* records, int threads);
 
 // gate, up [intermediate, hidden] and down [hidden, intermediate], C order; biases as in ExpertBiases or

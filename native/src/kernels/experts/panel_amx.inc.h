@@ -59,8 +59,8 @@ MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const u
       VecI sum = loadi(at);
       if constexpr (kForm == Form::kPlanes) sum = addi(shl(sum, 8), loadi(at + 2 * kTileBytes));
       float* to = acc + t * 2 * kTileRows + m * kTileRows;
-      store(to,
-            next_sum<kSum, P, kTerms>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t, load(to)));
+      store(to, next_sum<kSum, P, kTerms>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t,
+                                          load(to)));
     }
   }
 }
@@ -89,7 +89,7 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
       x += kTokenBytes;
       if (g + 1 < groups) group_products<kForm>(next, x, rows.stride, sums[(g + 1) % 2]);
       add_products<kForm, P, kSum, kTerms>(codes, sums[g % 2], tail, tail_stride, of_block,
-                                        acc + block * 2 * kTileRows);
+                                           acc + block * 2 * kTileRows);
       codes[0] = next[0];
       codes[1] = next[1];
       tail += kTailDwords<P>;

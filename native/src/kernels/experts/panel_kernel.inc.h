@@ -49,8 +49,8 @@ MOECHAT_INLINE VecI broadcast_dword(const unsigned char* from) {
 // products of a code of 4 bits and -128 each fit in 16 bits, and one factor applies.
 constexpr int chain_of(Form form) { return form == Form::kShortQuads ? kQuadSteps / 2 : kQuadSteps; }
 
-// Element m * kTokens + t: the sums over code dwords [kFirst, kFirst + kDwords) of tile m for token t; for short
-// quads two sums of 16 bits in a lane.
+// Element m * kTokens + t: the sums over code dwords [kFirst, kFirst + kDwords) of tile m for token t; for
+// short quads two sums of 16 bits in a lane.
 template <Form kForm, int kTiles, int kTokens, int kFirst, int kDwords>
 MOECHAT_INLINE Bundle<kTiles * kTokens> chain_products(const unsigned char* const (&panel)[kTiles],
                                                        const unsigned char* const (&x)[kTokens]) {
@@ -130,8 +130,8 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
   return sums;
 }
 
-// acc += one sub-block of a group of kept weights of tile kTile for token kToken; the last one completes the term
-// of the group, for which `terms` has room.
+// acc += one sub-block of a group of kept weights of tile kTile for token kToken; the last one completes the
+// term of the group, for which `terms` has room.
 template <class P, Sum kSum, int kTiles, int kTokens, int kSub, int kTile, int kToken>
 MOECHAT_INLINE void add_sub_product(const unsigned char* of_tile, VecI isum, const std::uint32_t* of_token,
                                     const float* weights, float* terms, float* acc) {
@@ -158,7 +158,8 @@ MOECHAT_INLINE void add_sub_product(const unsigned char* of_tile, VecI isum, con
 template <Form kForm, class P, Sum kSum, int kTiles, int kTokens, int kSub>
 MOECHAT_INLINE void add_sub_products(const unsigned char* const (&codes)[kTiles],
                                      const unsigned char* const (&x)[kTokens], const std::uint32_t* tail,
-                                     std::int64_t tail_stride, const float* weights, float* terms, float* acc) {
+                                     std::int64_t tail_stride, const float* weights, float* terms,
+                                     float* acc) {
   Bundle<kTiles * kTokens> sums =
       chain_products<kForm, kTiles, kTokens, kSub * P::kDwords, P::kDwords>(codes, x);
   asm volatile("" ::: "memory");  // see add_groups()
@@ -224,11 +225,11 @@ MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* pane
   if constexpr (kTokens > 0) {
     if (tokens <= kTokens - kTokenStep) {
       return add_groups_of<kForm, P, kSum, kTerms, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
-                                                                      groups, rows, weights, acc);
+                                                                         groups, rows, weights, acc);
     }
     for (int m = 0; m < 2; m += kPanelTiles) {
       add_groups<kForm, P, kSum, kTerms, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
-                                                            groups, rows, weights, acc + m * kTileRows);
+                                                               groups, rows, weights, acc + m * kTileRows);
     }
   }
 }
@@ -249,7 +250,7 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     const TokenRows part{rows.data + begin * rows.stride, rows.stride, rows.groups};
     const float* of_part = kSum == Sum::kTerms ? nullptr : weights + begin;
     add_groups_of<kForm, P, kSum, kTerms>(end - begin, panel, tile_stride, first, groups, part, of_part,
-                                       acc + begin * 2 * kTileRows);
+                                          acc + begin * 2 * kTileRows);
   }
 }
 

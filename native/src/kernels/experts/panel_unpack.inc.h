@@ -1,9 +1,9 @@
 // Codes of a (tile, group) unpacked for many tokens, and tokens rearranged to match them. Included inside the
 // anonymous namespace of one instruction set.
 //
-// A panel record of plain weights holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales or steps; fp32
-// zeros or, below 8 bits, offsets of both halves; for biased sums, fp32 biases; for kShortQuads, the factors
-// of the first half and of the second, in both int16 of a lane.
+// A panel record of plain weights holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales
+// or steps; fp32 zeros or, below 8 bits, offsets of both halves; for biased sums, fp32 biases; for
+// kShortQuads, the factors of the first half and of the second, in both int16 of a lane.
 //   kQuads, kShortQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
 //   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; instruction sets that
 //   multiply by row hold 16 rows of these 64 int16 instead
@@ -14,9 +14,9 @@
 // as float, then the sum as float, or that of each half as an integer or those of both halves in 16 bits each
 // (see Terms).
 //
-// Kept weights (kept_encodings.h) have the codes in the same forms, then 16 lanes of fp32 for the step of every
-// sub-block, for the min of every sub-block, and for biases. A gathered token has, after the scale of a group,
-// the sums of its sub-blocks as floats. Their panels (class P below) do not depend on the bits.
+// Kept weights (kept_encodings.h) have the codes in the same forms, then 16 lanes of fp32 for the step of
+// every sub-block, for the min of every sub-block, and for biases. A gathered token has, after the scale of a
+// group, the sums of its sub-blocks as floats. Their panels (class P below) do not depend on the bits.
 
 enum class Form { kQuads, kShortQuads, kPairs, kPlanes };
 
@@ -159,7 +159,8 @@ struct GroupCodes {
 };
 
 template <Form kForm, class W>
-MOECHAT_INLINE void unpack_panel(const GroupCodes& from, Encoding encoding, VecI table, unsigned char* panel) {
+MOECHAT_INLINE void unpack_panel(const GroupCodes& from, Encoding encoding, VecI table,
+                                 unsigned char* panel) {
   unsigned char* tail = panel + code_bytes(kForm);
   if constexpr (W::kKept) {
     const auto scales = read_scales<W>(encoding, KeptScales{from.sz, from.super});
@@ -167,9 +168,9 @@ MOECHAT_INLINE void unpack_panel(const GroupCodes& from, Encoding encoding, VecI
       store(tail + s * kStepBytes, scales.step[s]);
       store(tail + (W::kSubs + s) * kStepBytes, scales.min[s]);
     }
-    unpack_kept_dwords<W>(from.q, table,
-                          [&](int d, VecI codes)
-                              __attribute__((always_inline)) { store_dword<kForm>(panel, d, codes); });
+    unpack_kept_dwords<W>(from.q, table, [&](int d, VecI codes) __attribute__((always_inline)) {
+      store_dword<kForm>(panel, d, codes);
+    });
   } else {
     constexpr int kBits = W::kBits;
     VecI factors[2] = {seti(1), seti(1)};

@@ -70,8 +70,8 @@ MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits
   sums->total = static_cast<float>(sums->half[0] + sums->half[1]);
 }
 
-void quantise_rows(Encoding encoding, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
-                   const QuantisedRows& to) {
+void quantise_rows(Encoding encoding, int activation_bits, const float* x, std::int64_t cols,
+                   std::int64_t count, const QuantisedRows& to) {
   const unsigned char* order = byte_order(encoding);
   const std::int64_t groups = (cols + kGroupColumns - 1) / kGroupColumns;
   const std::int64_t bytes = std::int64_t{8} * activation_bits;

@@ -1,6 +1,6 @@
-// Classes of weights that the integer kernels are compiled for: plain ones, by bits, and kept ones, by the bits of
-// their codes, whether codes go through a table, and sub-blocks of a group. Included inside the anonymous
-// namespace of one instruction set, after its simd_*.h.
+// Classes of weights that the integer kernels are compiled for: plain ones, by bits, and kept ones, by the
+// bits of their codes, whether codes go through a table, and sub-blocks of a group. Included inside the
+// anonymous namespace of one instruction set, after its simd_*.h.
 
 template <int kCodeBits>
 struct Plain {
@@ -111,7 +111,9 @@ MOECHAT_INLINE const unsigned char* super_tile(const unsigned char* record, std:
 }
 
 // Byte `at` of every word, signed.
-MOECHAT_INLINE Vec signed_byte(VecI words, int at) { return to_float(shr_signed(shl(words, 24 - 8 * at), 24)); }
+MOECHAT_INLINE Vec signed_byte(VecI words, int at) {
+  return to_float(shr_signed(shl(words, 24 - 8 * at), 24));
+}
 // `bits` bits of every word from `at` on.
 MOECHAT_INLINE Vec unsigned_bits(VecI words, int at, int bits) {
   return to_float(andi(shr(words, at), seti((1u << bits) - 1u)));
@@ -193,50 +195,50 @@ MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
 
 // Returns function<class of the weights, planes of the activations>(...).
 #if defined(MOECHAT_KEPT)
-#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)                        \
-  {                                                                                       \
-    const KeptForm form_of_weights = kept_form(encoding);                                 \
-    if (form_of_weights.table != CodeTable::kNone) {                                      \
-      using Class = Kept<4, true, 2>;                                                     \
-      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                   \
-    }                                                                                     \
-    switch (form_of_weights.code_bits) {                                                  \
-      case 2: {                                                                           \
-        using Class = Kept<2, false, 4>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-      case 3: {                                                                           \
-        using Class = Kept<3, false, 4>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-      case 4: {                                                                           \
-        using Class = Kept<4, false, 2>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-      case 5: {                                                                           \
-        using Class = Kept<5, false, 2>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-      case 6: {                                                                           \
-        using Class = Kept<6, false, 4>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-      default: {                                                                          \
-        using Class = Kept<8, false, 2>;                                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
-      }                                                                                   \
-    }                                                                                     \
+#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)        \
+  {                                                                       \
+    const KeptForm form_of_weights = kept_form(encoding);                 \
+    if (form_of_weights.table != CodeTable::kNone) {                      \
+      using Class = Kept<4, true, 2>;                                     \
+      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);   \
+    }                                                                     \
+    switch (form_of_weights.code_bits) {                                  \
+      case 2: {                                                           \
+        using Class = Kept<2, false, 4>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+      case 3: {                                                           \
+        using Class = Kept<3, false, 4>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+      case 4: {                                                           \
+        using Class = Kept<4, false, 2>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+      case 5: {                                                           \
+        using Class = Kept<5, false, 2>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+      case 6: {                                                           \
+        using Class = Kept<6, false, 4>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+      default: {                                                          \
+        using Class = Kept<8, false, 2>;                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
+    }                                                                     \
   }
 #else
-#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)            \
-  switch (encoding) {                                                         \
-    case Encoding::kBits2:                                                    \
-      MOECHAT_BY_PLANES(function, Plain<2>, activation_bits, __VA_ARGS__);    \
-    case Encoding::kBits3:                                                    \
-      MOECHAT_BY_PLANES(function, Plain<3>, activation_bits, __VA_ARGS__);    \
-    case Encoding::kBits4:                                                    \
-      MOECHAT_BY_PLANES(function, Plain<4>, activation_bits, __VA_ARGS__);    \
-    default:                                                                  \
-      MOECHAT_BY_PLANES(function, Plain<8>, activation_bits, __VA_ARGS__);    \
+#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)         \
+  switch (encoding) {                                                      \
+    case Encoding::kBits2:                                                 \
+      MOECHAT_BY_PLANES(function, Plain<2>, activation_bits, __VA_ARGS__); \
+    case Encoding::kBits3:                                                 \
+      MOECHAT_BY_PLANES(function, Plain<3>, activation_bits, __VA_ARGS__); \
+    case Encoding::kBits4:                                                 \
+      MOECHAT_BY_PLANES(function, Plain<4>, activation_bits, __VA_ARGS__); \
+    default:                                                               \
+      MOECHAT_BY_PLANES(function, Plain<8>, activation_bits, __VA_ARGS__); \
   }
 #endif

@@ -35,8 +35,8 @@ struct Parts {
   KernelTable table;
 
   // `many` replaces the many-token path for plain weights.
-  Parts(const char* name, const KernelTable& floats, const IntegerKernels& integer, const IntegerKernels& kept,
-        const ManyTokens* many = nullptr)
+  Parts(const char* name, const KernelTable& floats, const IntegerKernels& integer,
+        const IntegerKernels& kept, const ManyTokens* many = nullptr)
       : integers(integer), table(floats) {
     if (many != nullptr) integers.many = many;
     table.name = name;

@@ -1,6 +1,6 @@
-// The integer kernels and their table, kIntegerKernels: those for plain weights or, with MOECHAT_KEPT defined,
-// those for kept ones. Included inside the anonymous namespace of one
-// instruction set, after its simd_*.h and dot_*.h.
+// The integer kernels and their table, kIntegerKernels: those for plain weights or, with MOECHAT_KEPT
+// defined, those for kept ones. Included inside the anonymous namespace of one instruction set, after its
+// simd_*.h and dot_*.h.
 //
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"

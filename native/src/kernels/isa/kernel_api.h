@@ -54,9 +54,9 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 //   acc = fma(scale, u, acc).
 //
 // Bytes of a plane are in the order in which the kernels unpack codes: position 4 * d + k, d = 0..15, k =
-// 0..3, holds column 4d + k (8 bits a code, and kept weights), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
-// (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four adjacent bytes of a
-// plane.
+// 0..3, holds column 4d + k (8 bits a code, and kept weights), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d /
+// 4) + 4k + d % 4 (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four
+// adjacent bytes of a plane.
 struct InputSums {
   std::int32_t half[2];
   std::uint32_t pair;  // at 8 bits: those of the halves in 16 bits each, the first in the low ones

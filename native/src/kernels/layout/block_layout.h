@@ -46,9 +46,9 @@
 // Padding neurons and rows have q 0, offset 0 (8 bits: scale 1, zero 0) and are exactly 0; padding columns
 // inside a group of real columns have q 0 and are only multiplied by x = 0.
 //
-// Kept encodings hold the values of a GGUF file, see kept_encodings.h. Their q fields are planes, their sz fields
-// have the scales of the sub-blocks of every row, and some have a third field after those, super, with the
-// scales of blocks of 256 columns. Gate and up have one encoding, down has one of its own:
+// Kept encodings hold the values of a GGUF file, see kept_encodings.h. Their q fields are planes, their sz
+// fields have the scales of the sub-blocks of every row, and some have a third field after those, super, with
+// the scales of blocks of 256 columns. Gate and up have one encoding, down has one of its own:
 //
 //   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.super | up.super | down.super | biases
 //
@@ -112,9 +112,9 @@ static constexpr Encoding plain_encoding(int bits) {
 struct BlockLayout {
   std::int64_t hidden_size;
   std::int64_t intermediate_size;
-  std::int64_t hidden_padded;  // Hp
-  std::int64_t blocks;         // of one expert
-  std::int64_t groups;         // Hp / 64
+  std::int64_t hidden_padded;     // Hp
+  std::int64_t blocks;            // of one expert
+  std::int64_t groups;            // Hp / 64
   std::int64_t group_bytes;       // q bytes of a (tile, group) of gate and up
   std::int64_t down_group_bytes;  // of down
   int bits;                       // of a code of gate and up

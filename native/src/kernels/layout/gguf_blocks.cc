@@ -89,8 +89,8 @@ bool read_quarter(Encoding encoding, const unsigned char* row, std::int64_t grou
   const KeptForm form = kept_form(encoding);
   const unsigned char* block = row + group / kSuperGroups * form.file_bytes;
   const int quarter = static_cast<int>(group % kSuperGroups);
-  const int half = quarter / 2;          // of the block
-  const int pair = 2 * (quarter % 2);    // of its four runs of 32 columns, the first of the quarter
+  const int half = quarter / 2;        // of the block
+  const int pair = 2 * (quarter % 2);  // of its four runs of 32 columns, the first of the quarter
   std::uint16_t d = 0;
   std::uint16_t least = 0;
   switch (encoding) {
@@ -181,7 +181,8 @@ bool read_quarter(Encoding encoding, const unsigned char* row, std::int64_t grou
 int low_bits(int code_bits) { return code_bits == 8 ? 8 : (code_bits >= 4 ? 4 : 2); }
 
 // Puts the bits of code dwords in a plane of `bits` bits.
-void put_plane(const std::uint32_t (&dwords)[16], int bits, int shift, std::int64_t row, unsigned char* plane) {
+void put_plane(const std::uint32_t (&dwords)[16], int bits, int shift, std::int64_t row,
+               unsigned char* plane) {
   const int per_step = 8 / bits;
   const std::uint32_t mask = 0x01010101u * ((1u << bits) - 1u);
   for (int step = 0; step < 16 / per_step; ++step) {

@@ -1,4 +1,5 @@
-// Weights of GGUF files, 64 columns of a row at a time. The formats are llama.cpp's (ggml-common.h, ggml-quants.c).
+// Weights of GGUF files, 64 columns of a row at a time. The formats are llama.cpp's (ggml-common.h,
+// ggml-quants.c).
 #pragma once
 
 #include <cstdint>
@@ -17,13 +18,13 @@ struct FileGroup {
 // Bytes of a row of `columns` columns in a file. REQUIRES: whole blocks.
 std::int64_t file_row_bytes(Encoding encoding, std::int64_t columns);
 
-// Reads group `group` of a row; columns after the last of the row have codes 0 and sub-blocks without columns have
-// scales of 0. Returns false if a scale is not finite.
+// Reads group `group` of a row; columns after the last of the row have codes 0 and sub-blocks without columns
+// have scales of 0. Returns false if a scale is not finite.
 bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t columns, std::int64_t group,
                      FileGroup* to);
 
-// Writes row `row` (0..15) of a group. q and words are the fields of a (tile, group), super that of the rows that
-// share it, or null.
+// Writes row `row` (0..15) of a group. q and words are the fields of a (tile, group), super that of the rows
+// that share it, or null.
 void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, unsigned char* q,
                   unsigned char* words, unsigned char* super);
 

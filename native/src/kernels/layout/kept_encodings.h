@@ -1,11 +1,12 @@
 // Kept encodings: weights with the values that a GGUF file gives them, rearranged for the kernels and not
 // quantised again. Also for files compiled for one instruction set.
 //
-// Every encoding is affine in sub-blocks of 16 or 32 columns of a row: value = step * code - min, with step and
-// min in fp32 computed from the file's own scales. `min` includes the zero of encodings with signed codes.
+// Every encoding is affine in sub-blocks of 16 or 32 columns of a row: value = step * code - min, with step
+// and min in fp32 computed from the file's own scales. `min` includes the zero of encodings with signed
+// codes.
 //
-// q fields. As in block_layout.h a group is 16 rows x 64 columns and a step 64 bytes, one 32-bit word for each
-// row; but column 4d + k of a group is byte k of code dword d = 0..15, and dwords are cut into planes:
+// q fields. As in block_layout.h a group is 16 rows x 64 columns and a step 64 bytes, one 32-bit word for
+// each row; but column 4d + k of a group is byte k of code dword d = 0..15, and dwords are cut into planes:
 //
 //   code bits    planes, in their order
 //   8            8-bit: step d holds dword d
@@ -15,8 +16,8 @@
 //   3            2-bit, 1-bit
 //   2            2-bit
 //
-// A plane of w bits holds 8 / w dwords in a step: bits [w * j, w * j + w) of every byte belong to dword j of the
-// step. The first plane has the low bits of a code.
+// A plane of w bits holds 8 / w dwords in a step: bits [w * j, w * j + w) of every byte belong to dword j of
+// the step. The first plane has the low bits of a code.
 //
 // sz fields: one 32-bit scale word for each row of a (tile, group), in the same order as the groups. super
 // fields: for each row of a tile and block of 256 columns (of a group: down, whose rows have 64 columns in a
@@ -31,8 +32,8 @@
 //   factors   unsigned s0, s1, m0, m1                    d, dmin  d * s          dmin * m
 //   nibbles   s in the low, m in the high half of bytes  d, dmin  d * s          dmin * m
 //
-// Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks with
-// exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
+// Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks
+// with exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
 #pragma once
 
 #include <cstdint>
