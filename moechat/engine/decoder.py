@@ -71,6 +71,7 @@ class Decoder:
         self._passes = passes
         self._meter = meter
         self._tokenizer = tokenizer
+        self._one_pass_noted = False
         model = passes.usable_model()
         self.vocabulary = int(model.get_input_embeddings().num_embeddings)
         # Without it the head computes logits for every token of the prompt.
@@ -90,7 +91,13 @@ class Decoder:
             prompt: Tokens of the whole prompt, those that the cache holds included.
         """
         loaded = self._passes.loaded
-        return [ids] if prompt > loaded.cache.appendable else list(torch.split(ids, loaded.chunk, dim=1))
+        if prompt <= loaded.cache.appendable:
+            return list(torch.split(ids, loaded.chunk, dim=1))
+        note = loaded.cache.note_of_one_pass(prompt)
+        if prompt > loaded.chunk and note and not self._one_pass_noted:
+            self._one_pass_noted = True
+            self._passes.notes.append(note)
+        return [ids]
 
     def waves(self, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Group the passes of a prompt into waves; a group of one is a pass.

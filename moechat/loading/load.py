@@ -17,7 +17,6 @@ from moechat.errors import UnsupportedModelError
 from moechat.loading.model import LoadedModel, Progress, Report
 from moechat.loading.weights import load_weights
 from moechat.models.assets import context_length
-from moechat.models.footprint import prefill_chunk
 from moechat.models.model_outline import ModelOutline, outline_skeleton
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.waves import Waves
@@ -149,7 +148,7 @@ def _load(
         config=config,
         model=skeleton.model,
         outline=outline,
-        chunk=prefill_chunk(outline.config),
+        chunk=outline.chunk,
         waves=Waves(skeleton.model, skeleton.layers_name, parts),
         plan=plan,
         near=tier,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +13,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_states import STATEFUL
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
+from moechat.models.rotary_scaling import UNLIMITED, part_limit, without_scaling
 from moechat.models.skeleton import decoder_of
+from moechat.models.state_probe import states_carry
 
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
@@ -27,7 +28,6 @@ PREFILL_CHUNK = 1024
 _APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
 _TRIAL = 1009
-_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class CacheShape:
         copied: The same pairs for layers that are copied when they grow, one at a time.
         unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
         bits: Of keys and values: 16, those of the model's type, or 8: packed.
+        has_states: Some layers hold states besides keys and values, or instead of them.
+        in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
     """
 
     exact: bool
@@ -55,11 +57,20 @@ class CacheShape:
     copied: tuple[tuple[int, int | None], ...] = ()
     unpacked: tuple[tuple[int, int | None], ...] = ()
     bits: int = PLAIN_KV_BITS
+    has_states: bool = False
+    in_one_pass: str = ""
+
+    def note_of_one_pass(self, tokens: int) -> str:
+        """A sentence about prompts of so many tokens that are computed in one pass; empty if they are not."""
+        if not self.in_one_pass or tokens <= self.appendable:
+            return ""
+        which = f"of more than {self.appendable} tokens " if self.appendable else ""
+        return f"prompts {which}are computed in one pass, whose memory grows with them: {self.in_one_pass}"
 
     @property
     def unlimited(self) -> bool:
         """Whether prompts of all lengths may be computed in parts."""
-        return self.appendable >= _UNLIMITED
+        return self.appendable >= UNLIMITED
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer and
@@ -184,8 +195,36 @@ def cache_shape(
                 copied.append(growing[-1])
             if packs:
                 unpacked.append((whole, growing[-1][1]))
-    appendable = _appendable(model, config) if plain and all(kind in _APPENDABLE for kind in found) else 0
-    return CacheShape(True, plain, appendable, fixed, tuple(growing), tuple(copied), tuple(unpacked), bits)
+    reason = _refused_layers(cache, found, plain=plain) or _refused_states(config, found)
+    appendable = 0
+    if not reason:
+        appendable, reason = part_limit(model, config)
+    return CacheShape(
+        True,
+        plain,
+        appendable,
+        fixed,
+        tuple(growing),
+        tuple(copied),
+        tuple(unpacked),
+        bits,
+        has_states=any(kind in STATEFUL for kind in found),
+        in_one_pass=reason,
+    )
+
+
+def _refused_layers(cache: Any, found: list[type], *, plain: bool) -> str:
+    """Why a prompt may not be computed in parts with a cache of these layers; empty: nothing is known."""
+    if type(cache) is not DynamicCache:
+        return f"its attention cache is a {type(cache).__name__}"
+    others = sorted({kind.__name__ for kind in found if kind not in (*_APPENDABLE, *STATEFUL)})
+    if others:
+        return f"its attention cache has layers of type {', '.join(others)}"
+    return "" if plain else "its attention cache has other layers than its configuration names"
+
+
+def _refused_states(config: Any, found: list[type]) -> str:
+    return states_carry(config).reason if any(kind in STATEFUL for kind in found) else ""
 
 
 def _require_packable(config: Any, cache: Any, found: list[type], *, plain: bool) -> None:
@@ -213,51 +252,6 @@ def _not_packed(config: Any, reason: str) -> UnsupportedModelError:
         f"keys and values of a {config.model_type} model cannot be kept in 8 bits: {reason}",
         hint="keep its attention cache in the type of the model: --kv-bits 16 (kv_bits=16)",
     )
-
-
-def _appendable(model: nn.Module, config: Any) -> int:
-    """Most tokens of a prompt whose keys and values do not depend on the number of tokens after them."""
-    text = config.get_text_config()
-    if getattr(text, "attention_chunk_size", None) is not None:
-        return 0
-    kinds = {kind for kind, _, _ in _rotary_scaling(model)}
-    if "dynamic" in kinds:
-        return 0
-    if "longrope" in kinds:
-        # Beyond this length all tokens of a pass use other rotary frequencies.
-        parameters = getattr(text, "rope_parameters", None) or {}
-        limit = parameters.get("original_max_position_embeddings")
-        limit = limit or getattr(text, "original_max_position_embeddings", None)
-        return limit if isinstance(limit, int) else 0
-    return _UNLIMITED
-
-
-def _rotary_scaling(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Modules whose rotary frequencies depend on the longest position: kind, module, its parameters."""
-    found = []
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-        for name in [kind for kind in kinds if kind in ("longrope", "dynamic")]:
-            parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
-            found.append((name, module, parameters if isinstance(parameters, dict) else {}))
-    return found
-
-
-@contextmanager
-def without_scaling(model: nn.Module) -> Iterator[None]:
-    """Disable the choice of rotary frequencies by position, which needs values that meta tensors do
-    not have.
-    """
-    with ExitStack() as undo:
-        for _, module, parameters in _rotary_scaling(model):
-            before = dict(vars(module))
-            undo.callback(vars(module).update, before)
-            undo.callback(parameters.update, dict(parameters))
-            module.rope_type = "default"
-            module.rope_init_fn = module.compute_default_rope_parameters
-            parameters["rope_type"] = "default"
-        yield
 
 
 def _trial(model: nn.Module) -> Any:
@@ -288,4 +282,7 @@ def _from_config(text: Any, dtype: torch.dtype) -> CacheShape:
         growing.append(2 * int(kv_heads) * int(head) * dtype.itemsize)
         # Linear attention has one state matrix per head.
         state += heads * max(int(head), 128) ** 2 * torch.float32.itemsize
-    return CacheShape(False, False, 0, state, ((sum(growing), None),), ((max(growing), None),))
+    reason = "its attention cache is not known before it is loaded"
+    return CacheShape(
+        False, False, 0, state, ((sum(growing), None),), ((max(growing), None),), in_one_pass=reason
+    )

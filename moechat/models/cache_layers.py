@@ -282,8 +282,12 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' own layer."""
-        self._reserved = None
+        self.leave_memory()
         super().crop(tokens_to_remove)
+
+    def leave_memory(self) -> None:
+        """Give the reserved memory up, until the next pass."""
+        self._reserved = None
 
 
 def _forget(layer: DynamicLayer) -> None:

@@ -108,9 +108,14 @@ def prefill_chunk(config: Any) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def pass_tokens(config: Any, shape: CacheShape, context: int) -> int:
-    """Tokens of the longest pass when prompts fill a context of ``context`` tokens."""
-    chunk = prefill_chunk(config)
+def pass_tokens(chunk: int, shape: CacheShape, context: int) -> int:
+    """Tokens of the longest pass when prompts fill a context of ``context`` tokens.
+
+    Args:
+        chunk: Tokens of a part of a prompt, where prompts are computed in parts.
+        shape: Of the attention cache.
+        context: Tokens of the context.
+    """
     if shape.appendable >= context:
         return min(chunk, context)
     return context
@@ -185,6 +190,16 @@ def wave_bytes(
     mask = size if score_copies(config) > 2 else 1
     masks = 2 * min(tokens, prefill_chunk(config)) * context * mask
     return int(_SLACK_FACTOR * (tokens * token + masks)) + rows
+
+
+def counted_bytes(config: Any, live: int) -> int:
+    """Upper estimate of the memory of a pass whose tensors were counted (:mod:`moechat.models.live_bytes`).
+
+    Args:
+        config: The model's configuration.
+        live: Most bytes of activations that are alive at a time.
+    """
+    return int(_SLACK_FACTOR * live) + 8 * _Sizes.of(config).vocabulary + _SLACK_BYTES
 
 
 def split_sums(config: Any, programs: int, most: int) -> int:

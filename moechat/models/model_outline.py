@@ -32,6 +32,7 @@ from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stor
 from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.dense_weights import DenseWeights, count_dense_weights
 from moechat.models.footprint import (
+    counted_bytes,
     one_pass_bytes,
     pass_tokens,
     prefill_chunk,
@@ -39,6 +40,7 @@ from moechat.models.footprint import (
     wave_bytes,
     workspace_bytes,
 )
+from moechat.models.live_bytes import part_of_prompt
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 
 # Top-k if neither a trial pass nor the configuration gives it.
@@ -64,6 +66,9 @@ class ModelOutline:
         cache: Shape of the attention cache, in ``dtype``.
         own_context: Context length of the model, in tokens.
         config: transformers' configuration of the built model.
+        chunk: Tokens of a part of a prompt, where prompts are computed in parts.
+        live: Most bytes of activations alive at a time in a pass of ``chunk`` tokens, but for attention;
+            0: not counted, because formulas give them.
     """
 
     model_type: str
@@ -78,6 +83,8 @@ class ModelOutline:
     cache: CacheShape
     own_context: int
     config: Any
+    chunk: int
+    live: int
 
     def geometry(self, bits: int) -> ExpertGeometry:
         """Shape and encoding of the experts with ``bits`` bits per weight.
@@ -119,22 +126,25 @@ class ModelOutline:
     @property
     def can_replay(self) -> bool:
         """Whether CUDA graphs can replay a token: masks and frequencies depend only on its position."""
-        return self.cache.reserved and self.cache.unlimited
+        return self.cache.reserved and self.cache.unlimited and not self.cache.has_states
 
     def workspace(self, context: int) -> int:
         """Bytes of activations of the largest pass in a context of ``context`` tokens."""
+        tokens = self.pass_tokens(context)
+        known = one_pass_bytes(self.config, self.dtype, context)
         if self.cache.appendable:
-            return workspace_bytes(self.config, self.dtype, self.pass_tokens(context), context)
-        return one_pass_bytes(self.config, self.dtype, context)
+            known = workspace_bytes(self.config, self.dtype, tokens, context)
+        # Layers compute one after another, so the largest counts.
+        return max(known, counted_bytes(self.config, self.live * tokens // self.chunk) if self.live else 0)
 
     def pass_tokens(self, context: int) -> int:
         """Tokens of the longest pass when prompts fill a context of ``context`` tokens."""
-        return pass_tokens(self.config, self.cache, context)
+        return pass_tokens(self.chunk, self.cache, context)
 
     @property
     def wave_chunk(self) -> int:
         """Tokens of a chunk of a wave; 0 if prompts are not computed in waves."""
-        return prefill_chunk(self.config) if self.cache.reserved and self.cache.unlimited else 0
+        return self.chunk if self.cache.reserved and self.cache.unlimited else 0
 
     def wave(self, tokens: int, context: int, *, on_gpu: bool) -> int:
         """Bytes of a wave of so many tokens beyond :meth:`workspace`; see :func:`wave_bytes`."""
@@ -300,6 +310,10 @@ def outline_skeleton(
 
     with skeleton.experts_computed_by(trial), watched_weights(model) as reads:
         cache = cache_shape(model, model.config, dtype, bits=kv_bits)
+    chunk, live = prefill_chunk(model.config), 0
+    if cache.has_states:
+        with skeleton.experts_computed_by(trial):
+            chunk, live = part_of_prompt(skeleton, chunk, in_parts=cache.appendable > 0)
     form = choose_form(
         skeleton,
         stored_types(skeleton, source),
@@ -323,6 +337,8 @@ def outline_skeleton(
         cache=cache,
         own_context=context_length(model.config, None),
         config=model.config,
+        chunk=chunk,
+        live=live,
     )
 
 

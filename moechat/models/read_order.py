@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from moechat.models.attention_cache import without_scaling
 from moechat.models.light_meta import light_meta
+from moechat.models.rotary_scaling import without_scaling
 from moechat.models.skeleton import Skeleton
 
 _WINDOWS, _TOKENS = 2, 8

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 
@@ -91,24 +98,36 @@ def cache_ahead(cache: Any, tokens: int) -> Any:
     """A cache as long as ``cache`` is after ``tokens`` more tokens, to make masks and positions with.
 
     Raises:
-        NotInWavesError: The cache holds something else than keys and values.
+        NotInWavesError: The cache holds something else than keys, values and states.
     """
     if type(cache) is not DynamicCache:
         raise NotInWavesError(f"the attention cache is a {type(cache).__name__}")
-    layers: list[Any] = []
-    held: list[Any] = cache.layers
-    for layer in held:
-        length = layer.get_seq_length() + tokens
-        if type(layer) in _FULL:
-            layers.append(_LayerAhead(length))
-        elif type(layer) in _WINDOWS:
-            window = DynamicSlidingWindowLayer(layer.sliding_window)
-            window.cumulative_length = length
-            layers.append(window)
-        else:
-            raise NotInWavesError(f"the attention cache has a {type(layer).__name__}")
     ahead = DynamicCache()
-    ahead.layers = layers
+    ahead.layers = [_layer_ahead(layer, tokens) for layer in cache.layers]
+    return ahead
+
+
+def _layer_ahead(layer: Any, tokens: int) -> Any:
+    kind = type(layer)
+    length = 0 if kind is LinearAttentionLayer else layer.get_seq_length() + tokens
+    ahead: Any
+    if kind in _FULL:
+        return _LayerAhead(length)
+    if kind in _WINDOWS:
+        ahead = DynamicSlidingWindowLayer(layer.sliding_window)
+    elif kind is LinearAttentionLayer:
+        ahead = LinearAttentionLayer(layer.number_of_states)
+    elif kind is LinearAttentionAndFullAttentionLayer:
+        ahead = _HybridAhead(layer.number_of_states, length)
+    elif kind is LinearAttentionAndSlidingWindowAttentionLayer:
+        ahead = kind(layer.sliding_window, layer.number_of_states)
+    else:
+        raise NotInWavesError(f"the attention cache has a {kind.__name__}")
+    if hasattr(ahead, "cumulative_length"):
+        ahead.cumulative_length = length
+    if hasattr(ahead, "has_previous_state"):
+        for number, known in layer.has_previous_state.items():
+            ahead.has_previous_state[number] = known or tokens > 0
     return ahead
 
 
@@ -117,6 +136,18 @@ class _LayerAhead(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        """Number of tokens."""
+        return self.length
+
+
+class _HybridAhead(LinearAttentionAndFullAttentionLayer):
+    """The same of a layer that also has states."""
+
+    def __init__(self, states: int, length: int) -> None:
+        super().__init__(states)  # type: ignore[no-untyped-call]
         self.length = length
 
     def get_seq_length(self) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moechat.models.cache_states import tensors_of
 from moechat.models.decode.layer_check import layer_kind, stub_experts
 from moechat.models.decode.probe import close
 from moechat.models.skeleton import EXPERTS_RUNNER
@@ -113,7 +114,7 @@ class Waves:
 
         Args:
             chunks: Token ids, int64 ``[1, tokens]`` each, at least two tokens.
-            cache: Of plain keys and values, with or without windows; changed in place.
+            cache: Of keys and values, with or without windows, and states; changed in place.
             tick: Called with the share of the work that is done.
             each: Called for each chunk in order with the number of its first token and its output; ``None``:
                 only the last chunk's output is computed.
@@ -267,7 +268,7 @@ class Waves:
         same = torch.equal if device.type == "cpu" else close
         pairs = [(one.logits, other.logits) for one, other in zip(theirs, ours, strict=True)]
         for one, other in zip(caches[0].layers[:count], caches[1].layers[:count], strict=True):
-            pairs += [(one.keys, other.keys), (one.values, other.values)]
+            pairs += zip(tensors_of(one), tensors_of(other), strict=True)
         return all(same(one, other) for one, other in pairs)
 
 

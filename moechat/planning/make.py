@@ -66,7 +66,8 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     placed = place(cases, options)
     case, far, ram_share = placed.case, placed.far, placed.ram_share
     memory = case.memory
-    remarks = [placed.short, found.note, cases.remark, *cases.routing.remarks, *case.remarks]
+    in_one_pass = outline.cache.note_of_one_pass(memory.context)
+    remarks = [placed.short, found.note, cases.remark, in_one_pass, *cases.routing.remarks, *case.remarks]
     used = {} if machine.figures is None else used_figures(cases, machine.figures, far)
     return Plan(
         model=found.name,

@@ -23,8 +23,8 @@ from moechat.offload.experts import IMPLEMENTATION, attach, register
 ALL = [*CASES, *((family, 0) for family in UNLISTED)]
 # Their cache is no DynamicCache.
 NOT_PACKED = {"minimax"}
-# Their state is not one of keys and values alone, so their prompts go in one pass.
-IN_ONE_PASS = {"lfm2_moe", "minimax", "qwen3_next"}
+# Their states do not carry across parts, so their prompts go in one pass.
+IN_ONE_PASS = {"minimax"}
 
 
 class Nothing:

@@ -62,9 +62,38 @@ SCORES = {
     "sliding_window": 128,
 }
 
+STATES = {
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+PAIRS = {
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 512,
+    "kv_lora_rank": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
+
 
 CASES = [
     ["qwen3_moe", "float32", 16, GROUPED],
+    ["qwen3_next", "float32", 16, STATES],
+    ["kimi_linear", "float32", 16, PAIRS],
     ["qwen3_moe", "bfloat16", 16, GROUPED],
     ["qwen3_moe", "float32", 8, GROUPED],
     ["deepseek_v2", "float32", 16, LATENT],
@@ -115,9 +144,9 @@ def test_parts_are_shorter_where_scores_are_held() -> None:
 def test_a_family_in_one_pass_takes_a_whole_context() -> None:
     config = tiny_config("qwen3_moe")
     parts = CacheShape(True, True, 10_000, 0, ())
-    assert pass_tokens(config, parts, 300) == 300
-    assert pass_tokens(config, parts, 10_000) == PREFILL_CHUNK
-    assert pass_tokens(config, parts, 10_001) == 10_001
+    assert pass_tokens(256, parts, 200) == 200
+    assert pass_tokens(256, parts, 10_000) == 256
+    assert pass_tokens(256, parts, 10_001) == 10_001
     assert one_pass_bytes(config, torch.float32, 8000) > workspace_bytes(config, torch.float32, 1024, 8000)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CASES, UNLISTED, tiny_config
+from families import tiny_family
+from tiny import CASES, SHAPES, UNLISTED, tiny_config
 
 from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.cache_states import tensors_of
 from moechat.models.decode import install_native_modules
 from moechat.models.skeleton import EXPERTS_RUNNER, Skeleton, build_skeleton
 from moechat.models.threads import make_thread_invariant, thread_invariant_pass
@@ -17,9 +19,13 @@ from moechat.models.waves import Waves
 from moechat.offload.experts import IMPLEMENTATION, register
 
 CPU = torch.device("cpu")
-FAMILIES = list(dict.fromkeys([family for family, _ in CASES])) + list(UNLISTED)
-# States instead of keys: such prompts are computed in one pass.
-ONE_PASS = {"lfm2_moe", "minimax", "qwen3_next"}
+FAMILIES = [
+    *dict.fromkeys(family for family, _ in CASES),
+    *UNLISTED,
+    *("qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "granitemoehybrid"),
+]
+# Its states do not carry across chunks.
+ONE_PASS = {"minimax"}
 CHUNKS = (16, 16, 16, 11)
 
 
@@ -41,7 +47,11 @@ class Subject:
     def __init__(self, family: str, dtype: torch.dtype = torch.float32, bits: int = 16) -> None:
         register()
         torch.manual_seed(3)
-        self.skeleton: Skeleton = build_skeleton(tiny_config(family), dtype, IMPLEMENTATION)
+        self.skeleton: Skeleton = build_skeleton(
+            tiny_config(family) if family in {*SHAPES, *UNLISTED} else tiny_family(family),
+            dtype,
+            IMPLEMENTATION,
+        )
         self.model = self.skeleton.model
         self.experts = [Experts() for _ in self.skeleton.experts]
         for entry, runner in zip(self.skeleton.experts, self.experts, strict=True):
@@ -91,7 +101,7 @@ def chunks(*sizes: int) -> list[torch.Tensor]:
 
 
 def held(cache: Any) -> list[torch.Tensor]:
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return [tensor for layer in cache.layers for tensor in tensors_of(layer)]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ONE_PASS])

@@ -19,7 +19,8 @@ from transformers import AutoConfig
 
 from moechat.hardware.memory import give_back_unused, peak_resident_bytes, resident_bytes
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.footprint import prefill_chunk, wave_bytes, workspace_bytes
+from moechat.models.footprint import counted_bytes, prefill_chunk, wave_bytes, workspace_bytes
+from moechat.models.live_bytes import part_of_prompt
 from moechat.models.skeleton import Skeleton, build_skeleton
 from moechat.models.waves import Waves
 from moechat.offload.experts import IMPLEMENTATION, attach, register
@@ -50,7 +51,15 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
     for entry in skeleton.experts:
         attach(entry.module, Experts())  # type: ignore[arg-type]
     shape = cache_shape(model, model.config, dtype, bits=bits)
-    chunk = prefill_chunk(model.config)
+    chunk, live = prefill_chunk(model.config), 0
+    if shape.has_states:
+        chunk, live = part_of_prompt(skeleton, chunk, in_parts=True)
+        assert shape.unlimited
+
+    def estimate(tokens: int, held: int) -> int:
+        counted = counted_bytes(model.config, live * tokens // chunk) if live else 0
+        return max(workspace_bytes(model.config, dtype, tokens, held), counted)
+
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(0.01)
@@ -68,14 +77,15 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             held += tokens
             measured = peak_resident_bytes() - before - shape.nbytes(held)
-            figures.append((tokens, held, measured, workspace_bytes(model.config, dtype, tokens, held)))
-        figures.append(measure_wave(skeleton, shape, dtype, context))
+            figures.append((tokens, held, measured, estimate(tokens, held)))
+        figures.append(measure_wave(skeleton, shape, dtype, context, chunk, estimate(chunk, context)))
     return figures
 
 
-def measure_wave(skeleton: Skeleton, shape: CacheShape, dtype: torch.dtype, context: int) -> Figures:
+def measure_wave(
+    skeleton: Skeleton, shape: CacheShape, dtype: torch.dtype, context: int, chunk: int, of_pass: int
+) -> Figures:
     model, config = skeleton.model, skeleton.model.config
-    chunk = prefill_chunk(config)
     waves = Waves(model, skeleton.layers_name, [entry.module for entry in skeleton.experts])
     assert waves.usable(lambda tokens: shape.new(config, tokens), torch.device("cpu"))
     cache = shape.new(config, context)
@@ -85,9 +95,8 @@ def measure_wave(skeleton: Skeleton, shape: CacheShape, dtype: torch.dtype, cont
     Path("/proc/self/clear_refs").write_text("5")
     waves.run(chunks, cache, logits_to_keep=1)
     measured = peak_resident_bytes() - before - shape.nbytes(context)
-    estimate = workspace_bytes(config, dtype, chunk, context)
-    estimate += wave_bytes(config, dtype, context, context, top_k=2, on_gpu=False)
-    return context, context, measured, estimate
+    wave = wave_bytes(config, dtype, context, context, top_k=2, on_gpu=False)
+    return context, context, measured, of_pass + wave
 
 
 def main() -> None:

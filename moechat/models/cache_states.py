@@ -1,0 +1,139 @@
+"""Copies of what a layer of the attention cache overwrites, so that a cache can go back to an earlier token.
+
+Keys and values of all tokens are cut back. States of linear attention and convolutions, and windows of keys
+and values, change in place; going back to a token needs a copy that was taken there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
+
+# Attributes of a layer that hold its states, each a dictionary of tensors.
+STATES = ("conv_states", "recurrent_states")
+STATEFUL = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+_CUT = (DynamicLayer, ReservedLayer, LinearAttentionAndFullAttentionLayer)
+_WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_KNOWN = {*STATEFUL, *_CUT, *_WINDOWS}
+
+# Memory for copies, and their number: two are kept even if they are larger, more are of little use.
+_COPY_BYTES = 128 << 20
+_FEWEST_COPIES = 2
+_MOST_COPIES = 8
+
+
+def copies_kept(nbytes: int) -> int:
+    """Number of copies that are kept of states of so many bytes; 0 if there are none."""
+    return max(_FEWEST_COPIES, min(_MOST_COPIES, _COPY_BYTES // nbytes)) if nbytes else 0
+
+
+def states_of(layer: Any, kind: str) -> list[torch.Tensor]:
+    """The states of one of :data:`STATES` that a layer holds; none for other layers and names."""
+    held = getattr(layer, kind, None) if kind in STATES else None
+    return [state for state in held.values() if isinstance(state, torch.Tensor)] if held else []
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """Keys, values and states that a layer holds."""
+    held = [getattr(layer, name, None) for name in ("keys", "values")]
+    states = [state for kind in STATES for state in states_of(layer, kind)]
+    return [rows for rows in held if isinstance(rows, torch.Tensor)] + states
+
+
+def can_cut(cache: Any) -> bool:
+    """Whether a cache can be cut back to any token: it holds keys and values of all tokens, and no more."""
+    return type(cache) is DynamicCache and all(type(layer) in _CUT[:2] for layer in cache.layers)
+
+
+def can_copy(cache: Any) -> bool:
+    """Whether a cache can go back to a token at which its layers were copied."""
+    return type(cache) is DynamicCache and all(type(layer) in _KNOWN for layer in cache.layers)
+
+
+@dataclass(frozen=True)
+class LayerCopy:
+    """What one layer overwrites.
+
+    Attributes:
+        states: Copies of its states, by kind and number.
+        window: Copies of keys and values in its window; ``None``: it has none.
+        length: Number of tokens that its window has seen.
+    """
+
+    states: dict[tuple[str, int], torch.Tensor]
+    window: tuple[torch.Tensor, torch.Tensor] | None = None
+    length: int = 0
+
+
+def copy_layer(layer: Any) -> LayerCopy:
+    """Copy what a layer overwrites. REQUIRES: :func:`can_copy`."""
+    states = {
+        (kind, number): state.clone()
+        for kind in STATES
+        for number, state in (getattr(layer, kind, None) or {}).items()
+        if isinstance(state, torch.Tensor)
+    }
+    if type(layer) not in _WINDOWS or layer.keys is None:
+        return LayerCopy(states)
+    return LayerCopy(states, (layer.keys.clone(), layer.values.clone()), layer.cumulative_length)
+
+
+def restore_layer(layer: Any, copy: LayerCopy, tokens: int) -> None:
+    """Take a layer back to a copy.
+
+    Args:
+        layer: The layer that was copied, with at least the tokens of then.
+        copy: From :func:`copy_layer`; stays usable.
+        tokens: Number of tokens then.
+    """
+    for (kind, number), state in copy.states.items():
+        getattr(layer, kind)[number].copy_(state)
+    if copy.window is not None:
+        if type(layer) is WindowLayer:
+            layer.leave_memory()
+        layer.keys, layer.values = (rows.clone() for rows in copy.window)
+        layer.cumulative_length = copy.length
+    elif type(layer) in _CUT and layer.get_seq_length() > tokens:
+        DynamicLayer.crop(layer, tokens - layer.get_seq_length())
+
+
+@dataclass
+class CacheCopy:
+    """A copy of what a whole cache overwrites at one token; complete when every layer is in it.
+
+    Attributes:
+        layers: Copies of the first layers, in order.
+    """
+
+    layers: list[LayerCopy] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheCopy:
+        """Copy every layer. REQUIRES: :func:`can_copy`."""
+        return cls([copy_layer(layer) for layer in cache.layers])
+
+    def restore(self, cache: Any, tokens: int) -> None:
+        """Take a cache back.
+
+        Args:
+            cache: The cache that was copied.
+            tokens: Number of tokens that it held then.
+        """
+        for layer, copy in zip(cache.layers, self.layers, strict=True):
+            restore_layer(layer, copy, tokens)
