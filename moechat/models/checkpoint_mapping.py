@@ -7,7 +7,6 @@ maps them to its modules while loading. Here the same rules are applied to names
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -131,25 +130,15 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         raise CheckpointError(f"{checkpoint.title} has {len(checkpoint.keys())} tensors for {depth} layers")
     skeleton = build_skeleton(config, torch.float32)
     expert_names = skeleton.expert_names
-    plain: list[str] = []
-    packed: dict[str, str] = {}
     named = named_experts(checkpoint.keys())
-    for key in checkpoint.keys() - named:
-        stem = re.sub(r"_(blocks|scales)$", "", key)
-        (packed.setdefault(stem, key) if stem != key else plain.append(key))
-    targets, unused = map_keys(skeleton, [*plain, *packed])
+    targets, unused = map_keys(skeleton, checkpoint.keys() - named)
     linear = linear_experts(skeleton, unused, lambda key: next(iter(map_keys(skeleton, [key])[0]), None))
     dense = [target for name, target in targets.items() if name not in expert_names]
-    stray = min((target.name for target in dense if not packed.keys().isdisjoint(target.keys)), default=None)
-    if stray is not None:
-        raise UnsupportedModelError(
-            f"{stray} is packed in blocks and scales, which moechat reads for experts only"
-        )
 
     layers = tuple(
         plan_named_layer(entry, named, checkpoint)
         if named
-        else linear.get(entry.name) or _plan_layer(entry, targets, packed, checkpoint)
+        else linear.get(entry.name) or _plan_layer(entry, targets, checkpoint)
         for entry in skeleton.experts
     )
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
@@ -221,7 +210,7 @@ def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Targe
 
 
 def _plan_layer(
-    entry: ExpertsModule, targets: dict[str, Target], packed: dict[str, str], checkpoint: Checkpoint
+    entry: ExpertsModule, targets: dict[str, Target], checkpoint: Checkpoint
 ) -> ExpertLayerSource:
     def source(suffix: str) -> Target:
         name = f"{entry.name}.{suffix}"
@@ -245,9 +234,9 @@ def _plan_layer(
             }
         experts.append(
             ExpertRef(
-                gate=_matrix(entry, gate_up, packed, checkpoint, index, 0, *gate_rows, size),
-                up=_matrix(entry, gate_up, packed, checkpoint, index, 1, *up_rows, size),
-                down=_matrix(entry, down, packed, checkpoint, index, 0, 0, 1, entry.hidden_size),
+                gate=_matrix(entry, gate_up, checkpoint, index, 0, *gate_rows, size),
+                up=_matrix(entry, gate_up, checkpoint, index, 1, *up_rows, size),
+                down=_matrix(entry, down, checkpoint, index, 0, 0, 1, entry.hidden_size),
                 **vectors,
             )
         )
@@ -257,7 +246,6 @@ def _plan_layer(
 def _matrix(
     entry: ExpertsModule,
     target: Target,
-    packed: dict[str, str],
     checkpoint: Checkpoint,
     expert: int,
     part: int,
@@ -269,9 +257,8 @@ def _matrix(
     operations = [] if target.converter is None else [type(op).__name__ for op in target.converter.operations]
     if not operations:
         key = _only_key(target)
-        if key in packed:
-            return MatrixRef(key, expert, start, step, rows, transposed=False, packing="mxfp4")
-        return MatrixRef(key, expert, start, step, rows, transposed=entry.transposed)
+        transposed = entry.transposed and not checkpoint.tensors.rows_first(key)
+        return MatrixRef(key, expert, start, step, rows, transposed=transposed)
     assert target.converter is not None
     if operations in (["Transpose"], ["Interleave"]) and len(target.keys) == 1:
         start, step, transposed = _rearranged(entry, target, checkpoint, part, start, step)
@@ -331,10 +318,7 @@ def _weight_type(checkpoint: Checkpoint, layers: tuple[ExpertLayerSource, ...]) 
     for layer in layers:
         for expert in layer.experts:
             for _, ref in expert.matrices:
-                if ref.packing == "mxfp4":
-                    kinds["BF16"] = ref.key
-                else:
-                    kinds[checkpoint.info(ref.key)[0]] = ref.key
+                kinds[checkpoint.info(ref.key)[0]] = ref.key
     if len(kinds) != 1:
         found = ", ".join(f"{dtype} ({key})" for dtype, key in sorted(kinds.items()))
         raise UnsupportedModelError(f"expert tensors have {len(kinds)} different types: {found}")

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
-from moechat.store.mxfp4 import decode_mxfp4, mxfp4_rows
 from moechat.store.quantised.schemes import plain_view, source_format
 from moechat.store.side_files import side_files
 from moechat.store.tensors import TensorSet
@@ -83,7 +82,9 @@ class Checkpoint:
             CheckpointError: The tensor is missing, or the reference does not fit its shape.
             UnsupportedModelError: The tensor's element type is not supported for experts.
         """
-        rows, cols = self._packed_shape(ref) if ref.packing == "mxfp4" else self._plain_shape(ref)
+        dtype, shape = self.info(ref.key)
+        _require_float(ref.key, dtype)
+        rows, cols = _select(ref.key, shape, ref.expert, 2)
         if ref.transposed:
             rows, cols = cols, rows
         last = ref.taken.stop - 1
@@ -95,8 +96,8 @@ class Checkpoint:
         """One weight matrix ``[rows, cols]``, row = output neuron.
 
         Returns:
-            ``float32``, ``float16``, or ``uint16`` for bf16; a view with any strides where possible. MXFP4
-            is decoded to ``float32``; data unaligned in the file is copied, quantised data decoded.
+            ``float32``, ``float16``, or ``uint16`` for bf16; a view with any strides where possible. Data
+            unaligned in the file is copied, quantised data decoded.
 
         Raises:
             CheckpointError: As :meth:`matrix_shape`.
@@ -104,8 +105,7 @@ class Checkpoint:
         """
         self.matrix_shape(ref)
         stored = slice(None) if ref.transposed else ref.taken
-        tensors = [self.tensors.matrix(key, ref.expert, stored) for key in ref.tensors]
-        matrix = decode_mxfp4(*tensors) if ref.packing == "mxfp4" else tensors[0]
+        matrix = self.tensors.matrix(ref.key, ref.expert, stored)
         if ref.transposed:
             matrix = matrix.T[ref.taken]
         return matrix if matrix.flags.aligned else matrix.copy()
@@ -121,8 +121,6 @@ class Checkpoint:
         """
         if ref.transposed:
             return None
-        if ref.packing == "mxfp4":
-            return "mxfp4"
         return self.tensors.encoding(ref.key)
 
     def encoded_rows(self, ref: MatrixRef) -> NDArray[np.uint8]:
@@ -132,8 +130,6 @@ class Checkpoint:
             CheckpointError: As :meth:`matrix_shape`.
         """
         self.matrix_shape(ref)
-        if ref.packing == "mxfp4":
-            return mxfp4_rows(*(self.tensors.matrix(key, ref.expert, ref.taken) for key in ref.tensors))
         return self.tensors.encoded_rows(ref.key, ref.expert)[ref.taken]
 
     def vector_size(self, ref: VectorRef) -> int:
@@ -170,9 +166,8 @@ class Checkpoint:
     def release(self, expert: ExpertRef) -> None:
         """Drop the mapped pages of one expert from this process; the page cache keeps them."""
         for _, matrix in expert.matrices:
-            for name in matrix.tensors:
-                part = None if matrix.expert is None else (matrix.expert, self.info(name)[1][0])
-                self.tensors.release((name,), part)
+            part = None if matrix.expert is None else (matrix.expert, self.info(matrix.key)[1][0])
+            self.tensors.release((matrix.key,), part)
 
     def tokenizer_files(self) -> dict[str, Path]:
         """Files to copy into a store besides the weights; see :func:`moechat.store.side_files.side_files`."""
@@ -217,25 +212,6 @@ class Checkpoint:
             ) from problem
         return digest.hexdigest()
 
-    def _plain_shape(self, ref: MatrixRef) -> tuple[int, int]:
-        dtype, shape = self.info(ref.key)
-        _require_float(ref.key, dtype)
-        rows, cols = _select(ref.key, shape, ref.expert, 2)
-        return rows, cols
-
-    def _packed_shape(self, ref: MatrixRef) -> tuple[int, int]:
-        blocks_key, scales_key = ref.tensors
-        (blocks_dtype, blocks), (scales_dtype, scales) = self.info(blocks_key), self.info(scales_key)
-        for key, dtype in ((blocks_key, blocks_dtype), (scales_key, scales_dtype)):
-            if dtype != "U8":
-                raise UnsupportedModelError(f"tensor {key!r} is {dtype}; mxfp4 needs U8")
-        rows, groups, width = _select(blocks_key, blocks, ref.expert, 3)
-        if width != 16 or scales != blocks[:-1]:
-            raise CheckpointError(
-                f"{blocks_key!r} {list(blocks)} and {scales_key!r} {list(scales)} are no mxfp4 pair"
-            )
-        return rows, groups * 32
-
 
 def _select(key: str, shape: tuple[int, ...], expert: int | None, dimensions: int) -> tuple[int, ...]:
     """Shape of ``tensor`` or ``tensor[expert]``; it must have ``dimensions`` dimensions."""
@@ -252,6 +228,6 @@ def _select(key: str, shape: tuple[int, ...], expert: int | None, dimensions: in
 def _require_float(key: str, dtype: str) -> None:
     if dtype not in _FLOAT_DTYPES:
         raise UnsupportedModelError(
-            f"tensor {key!r} is {dtype}; experts are read from {', '.join(_FLOAT_DTYPES)} and mxfp4",
+            f"tensor {key!r} is {dtype}; experts are read from {', '.join(_FLOAT_DTYPES)}",
             hint="take the bf16 or fp16 version of this model",
         )

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import KEEP, ExpertGeometry, WeightType, nominal_bits
-
-Packing = Literal["plain", "mxfp4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +21,12 @@ class MatrixRef:
     the matrix is ``T[start : start + step * rows : step, :]``.
 
     Attributes:
-        key: Tensor name. For ``mxfp4`` the common prefix of ``<key>_blocks`` (U8 ``[E, R, G, 16]``) and
-            ``<key>_scales`` (U8 ``[E, R, G]``), which decode to ``[R, 32 * G]`` per expert before slicing.
+        key: Tensor name.
         expert: Index in dimension 0 of a 3-D tensor, or ``None`` for a 2-D tensor that belongs to one expert.
         start: First row taken.
         step: Distance between rows taken; 2 if gate and up are interleaved.
         rows: Number of rows taken.
         transposed: The tensor holds the matrix as ``[cols, rows]``.
-        packing: ``plain`` floats, or ``mxfp4`` (OCP Microscaling, e2m1 elements with a shared power of two).
 
     Raises:
         CheckpointError: A value is invalid for any tensor.
@@ -43,27 +38,17 @@ class MatrixRef:
     step: int
     rows: int
     transposed: bool = False
-    packing: Packing = "plain"
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.step < 1 or self.rows < 1 or (self.expert is not None and self.expert < 0):
             raise CheckpointError(
                 f"{self.key!r}[{self.expert}]: rows {self.start}:+{self.step}x{self.rows} are not valid"
             )
-        if self.packing not in get_args(Packing):
-            raise CheckpointError(f"packing {self.packing!r} of {self.key!r} is unknown")
 
     @property
     def taken(self) -> slice:
         """The rows taken; ``stop - 1`` is the last."""
         return slice(self.start, self.start + self.step * (self.rows - 1) + 1, self.step)
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that this matrix is read from."""
-        if self.packing == "mxfp4":
-            return (f"{self.key}_blocks", f"{self.key}_scales")
-        return (self.key,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +101,7 @@ class ExpertRef:
     def tensors(self) -> Iterator[str]:
         """Names of all tensors that this expert is read from, with repetitions."""
         for _, matrix in self.matrices:
-            yield from matrix.tensors
+            yield matrix.key
         for _, vector in self.biases:
             if vector is not None:
                 yield vector.key
@@ -145,8 +130,7 @@ class CheckpointPlan:
         model_type: ``config.model_type`` of transformers.
         experts: Shape of the routed experts of every expert layer, at 16 bits. Every expert has all three
             biases, or none has any.
-        weight_type: Element type of the expert tensors in the checkpoint; ``BF16`` for mxfp4, whose values
-            it represents exactly.
+        weight_type: Element type of the expert tensors in the checkpoint, quantised ones decoded.
         layers: Layers with routed experts, ascending; need not be all layers.
         dense_keys: Tensors that are not routed experts, copied unchanged.
         read_before: For each of ``layers``, the dense tensors that a pass of the model reads before its

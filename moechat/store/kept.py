@@ -61,7 +61,7 @@ def _unfit(experts: ExpertGeometry, pair: tuple[str, str]) -> str:
 def may_be_kept(checkpoint: Checkpoint) -> bool:
     """Whether any tensor has an encoding that a store can keep: a quick look."""
     tensors = checkpoint.tensors
-    return any(key.endswith("_blocks") or tensors.encoding(key) is not None for key in tensors)
+    return any(tensors.encoding(key) is not None for key in tensors)
 
 
 def require_for_gpu(geometry: ExpertGeometry, name: str) -> None:

@@ -146,7 +146,7 @@ def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRe
             raise CheckpointError(
                 f"the {name} matrix in {ref.key!r} is {list(shape)}; {list(expected[name])} is expected"
             )
-        dtype = "BF16" if ref.packing == "mxfp4" else checkpoint.info(ref.key)[0]
+        dtype = checkpoint.info(ref.key)[0]
         # 16-bit values are copied bit by bit, so another type would be misread or silently rounded.
         if bits == 16 and dtype != _SOURCE_DTYPE[plan.weight_type]:
             raise UnsupportedModelError(

@@ -148,6 +148,10 @@ class TensorSet:
         assert isinstance(file, EncodedFile)
         return file.encoded_rows(name, expert)
 
+    def rows_first(self, name: str) -> bool:
+        """Whether matrices are ``[rows, columns]`` even where the model's parameter is transposed."""
+        return False
+
     def packed_as(self, name: str) -> str | None:
         """The format of a quantised tensor, for people; ``None`` for a plain one."""
         return None

@@ -16,7 +16,11 @@ from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import INDEX_FILE
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
-from moechat.store.mxfp4 import decode_mxfp4
+
+
+def floats(array: np.ndarray) -> np.ndarray:
+    """float32 values of a bf16 array (as uint16)."""
+    return (array.astype(np.uint32) << 16).view(np.float32)
 
 
 def checkpoint_of(directory: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> Checkpoint:
@@ -242,8 +246,8 @@ def test_a_matrix_is_the_slice_that_its_reference_describes(tmp_path: Path) -> N
         MatrixRef("plain", None, 6, 1, 1),
         MatrixRef("plain", None, 1, 2, 4),
         MatrixRef("plain", None, 0, 1, 5, transposed=True),
-        MatrixRef("plain", None, 0, 1, 1, packing="mxfp4"),
-        MatrixRef("odd", 0, 0, 1, 1, packing="mxfp4"),
+        MatrixRef("odd", 0, 0, 1, 1),
+        MatrixRef("half", 0, 0, 1, 1),
     ],
 )
 def test_a_reference_outside_of_its_tensor_is_refused_by_name(tmp_path: Path, ref: MatrixRef) -> None:
@@ -254,6 +258,7 @@ def test_a_reference_outside_of_its_tensor_is_refused_by_name(tmp_path: Path, re
             "fused": ("F32", np.zeros((3, 8, 5), "f4")),
             "odd_blocks": ("U8", np.zeros((2, 3, 4, 16), "u1")),
             "odd_scales": ("U8", np.zeros((2, 3, 5), "u1")),
+            "half_blocks": ("U8", np.zeros((2, 3, 4, 16), "u1")),
         },
     )
     for read in (checkpoint.matrix_shape, checkpoint.matrix):
@@ -298,23 +303,20 @@ def test_mxfp4_decodes_exactly_as_transformers_decodes_it(tmp_path: Path) -> Non
     )
     for expert in range(2):
         expected = reference[expert].T.numpy()  # transformers stores [columns, rows]
-        whole = checkpoint.matrix(MatrixRef("w", expert, 0, 1, 8, packing="mxfp4"))
-        assert whole.dtype == np.float32
-        assert np.array_equal(whole, expected)
-        odd = checkpoint.matrix(MatrixRef("w", expert, 1, 2, 4, packing="mxfp4"))
-        assert np.array_equal(odd, expected[1::2])
-        turned = checkpoint.matrix(MatrixRef("w", expert, 5, 1, 20, transposed=True, packing="mxfp4"))
-        assert np.array_equal(turned, expected.T[5:25])
+        whole = checkpoint.matrix(MatrixRef("w", expert, 0, 1, 8))
+        assert np.array_equal(floats(whole), expected)
+        odd = checkpoint.matrix(MatrixRef("w", expert, 1, 2, 4))
+        assert np.array_equal(floats(odd), expected[1::2])
+        turned = checkpoint.matrix(MatrixRef("w", expert, 5, 1, 20, transposed=True))
+        assert np.array_equal(floats(turned), expected.T[5:25])
 
 
-def test_mxfp4_scales_cover_the_whole_exponent_range() -> None:
-    blocks = np.full((256, 1, 16), 0x22, np.uint8)  # every element 1.0
-    scales = np.arange(256, dtype=np.uint8)[:, None]
-    values = decode_mxfp4(blocks, scales)[:, 0]
-    assert values[0] == 2.0**-127
-    assert values[127] == 1.0
-    assert values[254] == 2.0**127
-    assert np.isnan(values[255])
+def test_an_mxfp4_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    blocks, scales = np.full((1, 2, 1, 16), 0x22, np.uint8), np.array([[[254], [255]]], np.uint8)
+    checkpoint = checkpoint_of(tmp_path / "c", {"w_blocks": ("U8", blocks), "w_scales": ("U8", scales)})
+    assert (floats(checkpoint.matrix(MatrixRef("w", 0, 0, 1, 1))) == 2.0**127).all()
+    with pytest.raises(CheckpointError, match=r"'w' \(MXFP4\) has values that are not finite"):
+        checkpoint.matrix(MatrixRef("w", 0, 1, 1, 1))
 
 
 def test_unaligned_weights_are_copied_to_aligned_memory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.quantised import autoround, awq, compressed, fp8, gptq, modelopt
+from moechat.store.quantised import autoround, awq, compressed, fp8, gptq, modelopt, mxfp4
 from moechat.store.quantised.settings import Settings, read_settings
 from moechat.store.quantised.weights import Found, PackedTensors
 from moechat.store.tensors import TensorSet
@@ -37,9 +37,8 @@ SCHEMES = {
     "awq": Scheme(awq.find, awq.title),
     "gptq": Scheme(gptq.find, gptq.title),
     "auto-round": Scheme(autoround.find, autoround.title),
+    "mxfp4": Scheme(mxfp4.find, mxfp4.title),
 }
-# Read as it is by Checkpoint.matrix, without a view.
-_MXFP4 = "mxfp4"
 
 
 def require_readable(method: str, where: str) -> None:
@@ -48,7 +47,7 @@ def require_readable(method: str, where: str) -> None:
     Raises:
         UnsupportedModelError: moechat does not read it.
     """
-    known = sorted([*SCHEMES, _MXFP4])
+    known = sorted(SCHEMES)
     if method.lower() not in known:
         raise UnsupportedModelError(
             f"the weights in {where} are packed with {method!r}; moechat reads {', '.join(known)}",
@@ -71,8 +70,11 @@ def plain_view(tensors: TensorSet, config: dict[str, Any], directory: Path) -> T
         UnsupportedModelError: A variant of a scheme is not read.
     """
     settings = read_settings(config, directory)
-    scheme = None if settings is None else SCHEMES.get(settings.method)
-    if settings is None or scheme is None:
+    if settings is None:
+        found = mxfp4.find(tensors, None)
+        return PackedTensors(tensors, found, where=str(directory)) if found.hidden else tensors
+    scheme = SCHEMES.get(settings.method)
+    if scheme is None:
         return tensors
     found = scheme.find(tensors, settings)
     if not found.weights and not found.problems:
@@ -97,8 +99,6 @@ def source_format(config: dict[str, Any], directory: Path) -> str | None:
     settings = read_settings(config, directory)
     if settings is None:
         return None
-    if settings.method == _MXFP4:
-        return "MXFP4"
     scheme = SCHEMES.get(settings.method)
     return settings.method if scheme is None else scheme.title(settings)
 

@@ -53,6 +53,7 @@ class PackedWeight:
             contradict each other.
         title: The format, for people.
         encoding: The encoding of :mod:`moechat.store.quantised.kept_rows` that keeps the values, if one does.
+        rows_first: Matrices are ``[rows, columns]`` even where the model's parameter is transposed.
     """
 
     name: str
@@ -62,6 +63,7 @@ class PackedWeight:
     unpack: Callable[[Parts], Codes]
     title: str
     encoding: str | None = None
+    rows_first: bool = False
 
 
 @dataclass
@@ -121,6 +123,11 @@ class PackedTensors(TensorSet):
         if name in self._problems:
             raise self._problems[name]
         return self._weights.get(name)
+
+    def rows_first(self, name: str) -> bool:
+        """See :meth:`TensorSet.rows_first`."""
+        weight = self.weight(name)
+        return weight is not None and weight.rows_first
 
     def packed_as(self, name: str) -> str | None:
         """See :meth:`TensorSet.packed_as`."""
