@@ -20,6 +20,7 @@ from quantised_support import (
     Packed,
     awq,
     change_config,
+    change_tensors,
     fp8,
     gptq,
     integers,
@@ -35,12 +36,17 @@ from quantised_support import (
 from transformers import AutoModelForCausalLM
 
 import moechat
+from moechat import _native
 from moechat.calibration.calibration import calibration_of
+from moechat.errors import CheckpointError
+from moechat.hub.names import resolve
+from moechat.loading.stores import open_store
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
 from moechat.store.progress import ConvertProgress
 from moechat.store.quantised.schemes import source_format
+from moechat.store.quantised.weights import PackedTensors
 
 
 @dataclass(frozen=True)
@@ -374,3 +380,44 @@ def test_settings_may_be_those_of_the_text_part(tmp_path: Path) -> None:
         stores.append(convert(checkpoint, plan, directory / "store", bits=4, source_name="x").manifest.files)
     made, expected = stores
     assert {name for name in made if made[name] != expected[name]} == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("int4 groups", "Q4_0"),
+        ("int8 in words", "Q8_0"),
+        ("mxfp4 of compressed-tensors", "MXFP4"),
+        ("deepseek fp4", "MXFP4"),
+    ],
+)
+def test_values_that_a_kernel_reads_are_kept(
+    tmp_path: Path, moechat_home: Path, name: str, form: str
+) -> None:
+    case = CASES[name]
+    source, packed = write_source(tmp_path / "source", case.family, case.shape), tmp_path / "packed"
+    write_pair(source, packed, tmp_path / "decoded", case.pack, case.settings)
+    notices: list[str] = []
+    store = open_store(resolve(str(packed)), None, lambda event: notices.append(event.stage))
+    assert "notice" not in notices
+    assert store.geometry.title == form
+    checkpoint = Checkpoint.open(packed)
+    assert isinstance(checkpoint.tensors, PackedTensors)
+    for ordinal, layer in enumerate(plan_checkpoint(checkpoint).layers):
+        layout = store.geometry.layout_of(ordinal)
+        for records, expert in zip(store.expert_layer(layer.layer), layer.experts, strict=True):
+            kept = _native.unpack_expert(layout, np.ascontiguousarray(records))[:3]
+            for ours, (_, ref) in zip(kept, expert.matrices, strict=True):
+                assert np.array_equal(ours, checkpoint.tensors.codes(ref.key).values())
+
+
+def test_a_scale_that_cannot_be_kept_is_named_with_the_next_step(tmp_path: Path, moechat_home: Path) -> None:
+    case = CASES["int4 groups"]
+    source, packed = write_source(tmp_path / "source"), tmp_path / "packed"
+    write_pair(source, packed, tmp_path / "decoded", case.pack, case.settings)
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    change_tensors(packed, lambda tensors: tensors[f"{name}_scale"].mul_(2.0**-30))
+    with pytest.raises(CheckpointError, match=f"'{name}' .* cannot be kept as it is: a scale") as caught:
+        open_store(resolve(str(packed)), None, lambda event: None)
+    assert caught.value.hint == "quantise the experts anew: --bits 4"
+    assert open_store(resolve(str(packed)), 4, lambda event: None).geometry.title == "4 bits"
