@@ -8,7 +8,7 @@ from pathlib import Path
 from cli_support import Cli
 from hub_server import Hub
 from library_support import STORE, hashes, models
-from quantised_support import change_config, fp8, nvfp4, write_pair, write_source
+from quantised_support import change_config, fp8, integers, nvfp4, write_pair, write_source
 
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
@@ -74,3 +74,24 @@ def test_what_contradicts_itself_is_refused_before_a_weight_is_fetched(
     assert planned.status == 0, planned.err
     assert "note: the weights cannot be loaded:" in planned.out.decode()
     assert not models(inside).exists()
+
+
+def test_what_a_kernel_reads_is_kept_and_named(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+    source, packed = write_source(tmp_path / "source"), tmp_path / "packed"
+    weights = {"num_bits": 4, "type": "int", "group_size": 32}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group": {"targets": ["Linear"], "weights": weights}},
+    }
+    write_pair(source, packed, tmp_path / "decoded", integers(4, 32), settings)
+    hub.add("tiny/moe-int4", packed)
+    done = inside.call("download", "tiny/moe-int4")
+    assert done.status == 0, done.err
+    assert "quantised again" not in done.err
+    shown = json.loads(inside.call("show", "tiny/moe-int4", "--json").out)
+    assert (shown["experts_form"], shown["source_format"]) == ("Q4_0", "4-bit integers in groups of 32")
+    text = inside.call("show", "tiny/moe-int4").out.decode()
+    assert "kept as     Q4_0" in text
+    assert "made from   4-bit integers in groups of 32" in text
+    planned = inside.call("plan", "tiny/moe-int4").out.decode()
+    assert "Q4_0 (the checkpoint has 4-bit integers in groups of 32)" in planned

@@ -72,7 +72,7 @@ Show the properties of a model and where it is stored.
 
 --json: name, repository, commit, model_type, parameters, active_parameters, layers, expert_layers, experts, \
 top_k, hidden_size, expert_size, vocabulary, context, bits, bytes, expert_bytes, dense_bytes, path, licence, \
-source_format, calibrated, created_by, used, damaged.
+experts_form, source_format, calibrated, created_by, used, damaged.
 """
 _SHOW_EXAMPLES = """\
 moechat show demo

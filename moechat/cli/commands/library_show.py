@@ -97,6 +97,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
         "expert_bytes": expert_bytes,
         "dense_bytes": sum(store.dense.entry(key).nbytes for key in store.dense),
         "licence": _licence(entry.path),
+        "experts_form": geometry.title,
         "source_format": source_format_of(entry.path),
         "calibrated": store.manifest.quantisation.solver == CALIBRATED,
         "created_by": dict(store.manifest.created_by),
@@ -119,7 +120,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{facts['experts']} a layer" + (f", {facts['top_k']} a token" if facts["top_k"] else ""),
         ),
         ("context", f"{facts['context']:,} tokens" if isinstance(facts["context"], int) else "unknown"),
-        ("bits", str(facts["bits"]) + (", calibrated" if facts["calibrated"] else "")),
+        _form(facts),
         *([("made from", packed)] if packed else []),
         (
             "size",
@@ -130,6 +131,13 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("licence", facts["licence"] or "not stated"),
         ("source", f"{source} at {facts['commit']}" if source else facts["name"]),
     ]
+
+
+def _form(facts: dict[str, Any]) -> tuple[str, str]:
+    """The form of the experts in the store."""
+    if not facts["bits"]:
+        return "kept as", str(facts["experts_form"])
+    return "bits", str(facts["bits"]) + (", calibrated" if facts["calibrated"] else "")
 
 
 def _count(number: int) -> str:
