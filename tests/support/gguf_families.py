@@ -396,7 +396,7 @@ def _qwen_metadata(config: Any) -> dict[str, Any]:
         "ssm.group_count": config.linear_num_key_heads,
         "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-        "full_attention_interval": 4,
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
     }
 
 
