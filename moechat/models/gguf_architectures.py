@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moechat.models.gguf_families import deepseek, early, glm, gpt_oss, qwen, sigmoid, softmax, windows
+from moechat.models.gguf_families import (
+    deepseek,
+    early,
+    glm,
+    gpt_oss,
+    kimi,
+    llama4,
+    qwen,
+    sigmoid,
+    softmax,
+    windows,
+)
 from moechat.models.gguf_families.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -16,6 +27,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **sigmoid.ARCHITECTURES,
     **softmax.ARCHITECTURES,
     **windows.ARCHITECTURES,
+    **kimi.ARCHITECTURES,
+    **llama4.ARCHITECTURES,
 }
 # Architectures with experts that are refused, each with the reason.
 REFUSED: Mapping[str, str] = {

@@ -157,7 +157,7 @@ def _changed(
 
 def metadata_of(family: Family, config: Any) -> dict[str, Any]:
     """All keys of the architecture, without its name."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     common = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -967,6 +967,106 @@ _GEMMA4 = Family(
     extra=_gemma4_extra,
 )
 
+# --- Kimi-Linear and Llama 4
+
+
+def _kimi_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "self_attn.forget_gate.A_log":
+        return {"ssm_a": -np.exp(values).reshape(1, 1, -1, 1)}
+    if name == "self_attn.forget_gate.dt_bias":
+        return {"ssm_dt.bias": values}
+    if name == "self_attn.conv1d.weight":
+        parts = np.split(values.reshape(1, -1, 1, values.shape[-1]), 3, axis=1)
+        return {f"ssm_conv1d_{part}.weight": each for part, each in zip("qkv", parts, strict=True)}
+    return _latent_change(name, values, config)
+
+
+_KIMI = Family(
+    "kimi-linear",
+    "kimi_linear",
+    {
+        **_LATENT,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_head_dim": 64,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    },
+    {
+        **_LATENT_NAMES,
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.forget_gate.f_a_proj": "ssm_f_a",
+        "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+        "self_attn.b_proj": "ssm_beta",
+        "self_attn.g_a_proj": "ssm_g_a",
+        "self_attn.g_b_proj": "ssm_g_b",
+        "self_attn.o_norm": "ssm_norm",
+    },
+    lambda config: {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "kda.head_dim": config.linear_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "expert_count": config.num_local_experts,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_gating_func": 2,
+        "vocab_size": config.vocab_size,
+    },
+    _kimi_change,
+)
+
+
+def _llama4_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "feed_forward.experts.gate_up_proj":
+        gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    if name == "feed_forward.experts.down_proj":
+        return {"ffn_down_exps.weight": values.swapaxes(1, 2)}
+    return None
+
+
+_LLAMA4 = Family(
+    "llama4",
+    "llama4_text",
+    {
+        "num_experts_per_tok": 1,
+        "num_local_experts": 4,
+        "intermediate_size": 256,
+        "intermediate_size_mlp": 512,
+        "interleave_moe_layer_step": 2,
+    },
+    {
+        **_NORMS,
+        **_ATTENTION,
+        **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+        **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        "feed_forward.router": "ffn_gate_inp",
+    },
+    lambda config: {
+        **_heads_metadata(config),
+        "feed_forward_length": config.intermediate_size_mlp,
+        "rope.dimension_count": config.head_dim,
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "vocab_size": config.vocab_size,
+    },
+    _llama4_change,
+)
+
 FAMILIES = {
     "gpt-oss": _GPT_OSS,
     "qwen3next": _QWEN3_NEXT,
@@ -985,4 +1085,6 @@ FAMILIES = {
     "afmoe": _AFMOE,
     "laguna": _LAGUNA,
     "gemma4": _GEMMA4,
+    "kimi-linear": _KIMI,
+    "llama4": _LLAMA4,
 }

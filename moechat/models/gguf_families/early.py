@@ -83,6 +83,8 @@ def _qwen2_moe(metadata: Metadata) -> Config:
 
 def _qwen3_moe(metadata: Metadata) -> Config:
     softmax_routing(metadata, norm=True)
+    # Positions of text are the same in all sections of a rotary embedding for pictures.
+    metadata.get("rope.dimension_sections")
     return {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -143,5 +145,6 @@ ARCHITECTURES = {
     "llama": Architecture(_mixtral, _mixtral_layer),  # with experts; Mixtral's attention is Llama's
     "qwen2moe": Architecture(_qwen2_moe, _qwen2_layer),
     "qwen3moe": Architecture(_qwen3_moe, _layer_with_norms),
+    "qwen3vlmoe": Architecture(_qwen3_moe, _layer_with_norms),  # its part for text
     "olmoe": Architecture(_olmoe, _layer_with_norms),
 }
