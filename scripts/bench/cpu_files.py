@@ -148,6 +148,7 @@ def prepare(
     say: Say,
     *,
     load: bool,
+    kept: bool = False,
 ) -> dict[str, int]:
     """Make what is missing, after a look at the disk; returns the size of every file and store by path.
 
@@ -159,6 +160,7 @@ def prepare(
         options: Of :func:`moechat.load`.
         say: For people.
         load: Load stores that are there, too: they are verified, and packed dense weights are kept.
+        kept: Convert the GGUF files, too.
 
     Raises:
         BenchError: The disk is too small, or a file cannot be written.
@@ -203,6 +205,12 @@ def prepare(
             say(f"writing {path.name}, {plan.nbytes / 1e9:.2f} GB")
             _write_gguf(plan, path)
         sizes[path.name] = path.stat().st_size
+    if load and kept:
+        with files.moechat_worker("moechat") as worker:
+            for path in [files.gguf(model, kind) for model in models for kind in formats]:
+                made = worker.ask("convert", path=str(path), options=dict(options))
+                rate = path.stat().st_size / made["seconds"] / 1e9
+                say(f"{path.name} converted in {made['seconds']:.1f} s, {rate:.2f} GB/s")
     return sizes
 
 

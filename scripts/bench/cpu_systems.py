@@ -39,6 +39,7 @@ class Settings:
         activation_bits: Of moechat, a system for each of them and of the instruction sets; ``None``: its
             default.
         best: llama.cpp runs as is fastest here, not by its own defaults.
+        kept: moechat reads llama.cpp's files too, and keeps the values of their experts.
     """
 
     isas: tuple[str, ...]
@@ -51,6 +52,7 @@ class Settings:
     dense_bits: int | None
     activation_bits: tuple[int | None, ...]
     best: bool
+    kept: bool = False
 
     @property
     def context(self) -> int:
@@ -139,6 +141,8 @@ class Systems:
         parts: list[_Part] = []
         if self._ours:
             parts += [self._moechat(isa, bits) for isa in settings.isas for bits in settings.activation_bits]
+        for kind in self._formats if self._ours and settings.kept else ():
+            parts.append(self._kept(kind, settings.isas[0]))
         for kind in self._formats:
             parts += self._gguf(kind, None)
             if kind == first and has_thin(self._model):
@@ -157,6 +161,15 @@ class Systems:
         page_in(path)
         worker = self._stack.enter_context(self._files.moechat_worker(name, isa))
         options = settings.options(activation_bits)
+        worker.post("load", path=str(path), threads=max(settings.threads), options=options)
+        return _Part(name, worker, path, {"decode": {}, "prompt": {}, "experts": {}})
+
+    def _kept(self, kind: str, isa: str) -> _Part:
+        """A file of llama.cpp in moechat, which ``--prepare`` has converted."""
+        path, settings = self._files.gguf(self._model, kind), self._settings
+        name = f"moechat {isa} kept {kind}"
+        worker = self._stack.enter_context(self._files.moechat_worker(name, isa))
+        options = settings.options(settings.activation_bits[0])
         worker.post("load", path=str(path), threads=max(settings.threads), options=options)
         return _Part(name, worker, path, {"decode": {}, "prompt": {}, "experts": {}})
 
@@ -215,6 +228,9 @@ def groups(
         return [()]
     store = sum(file.stat().st_size for file in files.store(model).iterdir())
     fixed = _MEMORY_SLACK + (store + len(settings.isas) * _MOECHAT_BYTES if ours else 0)
+    if ours and settings.kept:
+        kept = max(model.plan(kind).nbytes for kind in settings.formats)
+        fixed += kept + _MOECHAT_BYTES
     needed = {kind: _gguf_memory(files, model, settings, llama, kind) for kind in settings.formats}
     free = psutil.virtual_memory().available
     if fixed + sum(needed.values()) <= free:

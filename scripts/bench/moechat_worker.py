@@ -20,6 +20,8 @@ import moechat
 from moechat import _native
 from moechat.bench.decode import Bench
 from moechat.bench.synthetic_models import cut_shape, describe_shape, store_name
+from moechat.hub.names import resolve
+from moechat.loading.stores import open_store
 from moechat.store.synthetic import write_synthetic_store
 
 
@@ -38,6 +40,15 @@ def prepare(
     write_synthetic_store(describe_shape(shape, bits=4), Path(path))
     moechat.load(path, **options).close()
     return {}
+
+
+def convert(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Convert a GGUF file with the values that it has, and pack what the options ask for; seconds."""
+    started = time.perf_counter()
+    open_store(resolve(path), None, lambda _: None)
+    seconds = time.perf_counter() - started
+    moechat.load(path, **options).close()
+    return {"seconds": seconds}
 
 
 class MoechatModel:
@@ -173,6 +184,7 @@ def main() -> None:
         {
             "sizes": sizes,
             "prepare": prepare,
+            "convert": convert,
             "load": load,
             "prompt": lambda **given: models[0].prompt(**given),
             "decode": lambda **given: models[0].decode(**given),
