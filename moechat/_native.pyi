@@ -221,6 +221,21 @@ def kept_encodings() -> dict[str, tuple[int, int, int]]:
     See ``native/src/kernels/layout/kept_encodings.h``.
     """
 
+def decode_file_rows(encoding: str, rows: _U8, out: _F32 | _U16) -> float:
+    """Decode rows of a matrix in a GGUF file.
+
+    Args:
+        encoding: One of :func:`kept_encodings`.
+        rows: uint8 [rows, bytes of a row]; rows may be strided.
+        out: float32 [rows, columns], or uint16 for float16 patterns; C order, writable.
+
+    Returns:
+        The largest magnitude, before it is rounded; NaN or infinite if a value is.
+
+    Raises:
+        ValueError: The shapes do not fit, or the encoding is unknown.
+    """
+
 def kept_layout(
     hidden_size: int,
     intermediate_size: int,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moechat import _native
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_changes import Change
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
@@ -174,14 +175,14 @@ class GgufView:
     def _values(self, rows: NDArray[np.uint8], kind: int, source: GgufSource) -> NDArray[Any]:
         if kind in PLAIN and PLAIN[kind][0] == source.dtype:
             return rows.view(PLAIN[kind][1])
-        values = decode(rows, kind)
         if source.dtype == "F32":
-            return values
-        if not np.abs(values).max(initial=0.0) <= _FP16_MAX:
+            return decode(rows, kind)
+        values, most = _decode_halves(rows, kind)
+        if not most <= _FP16_MAX:
             raise CheckpointError(
                 f"{self.path}: {source.tensor} has values that are not finite or above {_FP16_MAX:g}"
             )
-        return values.astype(np.float16)
+        return values
 
 
 def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
@@ -252,6 +253,9 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
     block, block_bytes = GGML_QUANT_SIZES[name]
     columns = rows.shape[1] // block_bytes * block
     values = np.empty((len(rows), columns), np.float32)
+    if kind in KEPT:
+        _native.decode_file_rows(KEPT[kind], rows, values)
+        return values
     step = max(1, _PIECE // columns)
 
     def work(first: int) -> None:
@@ -265,3 +269,15 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
         with ThreadPoolExecutor(_WORKERS) as pool:
             list(pool.map(work, firsts))
     return values
+
+
+def _decode_halves(rows: NDArray[np.uint8], kind: int) -> tuple[NDArray[np.float16], float]:
+    """Decode packed rows, rounded to float16; and the largest magnitude before."""
+    if kind not in KEPT:
+        values = decode(rows, kind)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(np.float16), float(np.abs(values).max(initial=0.0))
+    _, block, block_bytes = _native.kept_encodings()[KEPT[kind]]
+    halves = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.uint16)
+    most = _native.decode_file_rows(KEPT[kind], rows, halves)
+    return halves.view(np.float16), most

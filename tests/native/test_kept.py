@@ -163,3 +163,23 @@ def test_rows_of_another_size_are_refused():
         _native.pack_kept(layout, good, good[:, :-1], good, None, out)
     with pytest.raises(ValueError, match="does not keep the values"):
         _native.pack_kept(_native.BlockLayout(256, 256, 4), good, good, good, None, out)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_rows_are_decoded_as_by_the_gguf_package(encoding):
+    rows = file_rows(np.random.default_rng(6), encoding, 19, 512)
+    expected = values(encoding, rows)
+    floats, halves = np.empty((19, 512), np.float32), np.empty((19, 512), np.uint16)
+    most = _native.decode_file_rows(encoding, rows, floats)
+    np.testing.assert_array_equal(floats, expected)
+    assert most == np.abs(expected).max()
+    assert _native.decode_file_rows(encoding, rows, halves) == most
+    np.testing.assert_array_equal(halves.view(np.float16), expected.astype(np.float16))
+
+
+def test_rows_with_a_scale_that_is_not_finite_are_reported_by_the_magnitude():
+    rows = file_rows(np.random.default_rng(7), "q8_0", 64, 64)
+    rows[40, 34:36] = np.array([np.inf], np.float16).view(np.uint8)
+    out = np.empty((64, 64), np.float32)
+    assert np.isnan(_native.decode_file_rows("q8_0", rows, out))
+    assert np.isfinite(out[:40]).all()

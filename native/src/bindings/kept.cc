@@ -1,11 +1,18 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/packing.h"
 #include "kernels/layout/gguf_blocks.h"
+#include "kernels/layout/half.h"
 #include "kernels/layout/kept_encodings.h"
+#include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
@@ -53,6 +60,59 @@ void pack_kept_py(const BlockLayout& layout, const py::array& gate, const py::ar
   pack_kept(layout, source, records, limit);
 }
 
+// Decodes rows of a file into float32 or float16 [rows, columns]; groups with a scale that is not finite
+// become NaN. Returns the largest magnitude, NaN if there is one.
+template <class T, class Store>
+float decode_rows(Encoding encoding, const FileMatrix& matrix, std::int64_t rows, std::int64_t columns,
+                  T* out, const Store& to_element) {
+  const std::int64_t groups = (columns + kGroupColumns - 1) / kGroupColumns;
+  std::atomic<float> most{0.0f};
+  ThreadPool::Session session;
+  session.parallel_for(kMaxThreads, rows, 16, [&](std::int64_t begin, std::int64_t end) {
+    float largest = 0.0f;
+    for (std::int64_t row = begin; row < end; ++row) {
+      for (std::int64_t group = 0; group < groups; ++group) {
+        FileGroup read;
+        float values[kGroupColumns];
+        if (read_file_group(encoding, matrix.rows + row * matrix.row_stride, columns, group, &read)) {
+          file_group_values(encoding, read, values);
+        } else {
+          std::fill_n(values, kGroupColumns, std::numeric_limits<float>::quiet_NaN());
+        }
+        const std::int64_t first = group * kGroupColumns;
+        const std::int64_t count = std::min<std::int64_t>(kGroupColumns, columns - first);
+        T* to = out + row * columns + first;
+        for (std::int64_t c = 0; c < count; ++c) {
+          to[c] = to_element(values[c]);
+          const float magnitude = std::fabs(values[c]);
+          if (!(magnitude <= largest) && !std::isnan(largest)) largest = magnitude;
+        }
+      }
+    }
+    float before = most.load();
+    while (!std::isnan(before) && !(largest <= before) && !most.compare_exchange_weak(before, largest)) {
+    }
+  });
+  return most.load();
+}
+
+float decode_file_rows_py(const std::string& name, const py::array& rows, py::array out) {
+  const Encoding encoding = encoding_of(name);
+  if (out.ndim() != 2) refuse("out must have two dimensions");
+  const std::int64_t count = out.shape(0);
+  const std::int64_t columns = out.shape(1);
+  if (columns % kept_form(encoding).file_columns != 0) {
+    refuse("out has " + std::to_string(columns) + " columns, which are no whole blocks");
+  }
+  const FileMatrix matrix = file_matrix("rows", rows, encoding, count, columns);
+  const bool in_halves = py::isinstance<py::array_t<std::uint16_t>>(out);
+  auto* const halves = in_halves ? checked_writable<std::uint16_t>("out", out, {count, columns}) : nullptr;
+  auto* const floats = in_halves ? nullptr : checked_writable<float>("out", out, {count, columns});
+  const ReleaseGil released;
+  if (in_halves) return decode_rows(encoding, matrix, count, columns, halves, half::to_fp16);
+  return decode_rows(encoding, matrix, count, columns, floats, [](float value) { return value; });
+}
+
 py::dict kept_encodings_py() {
   py::dict encodings;
   for (int i = 0; i < kKeptEncodings; ++i) {
@@ -68,6 +128,7 @@ py::dict kept_encodings_py() {
 void bind_kept(py::module_& m) {
   m.def("kept_layout", &kept_layout_py, py::arg("hidden_size"), py::arg("intermediate_size"),
         py::arg("gate_up"), py::arg("down"), py::arg("has_bias") = false, py::arg("record_bytes") = 0);
+  m.def("decode_file_rows", &decode_file_rows_py, py::arg("encoding"), py::arg("rows"), py::arg("out"));
   m.def("kept_encodings", &kept_encodings_py);
   m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());

@@ -248,6 +248,17 @@ bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t c
   return read_half_blocks(encoding, row, columns, group, to);
 }
 
+void file_group_values(Encoding encoding, const FileGroup& from, float* values) {
+  const KeptForm form = kept_form(encoding);
+  const int columns = kGroupColumns / form.subs;
+  for (int sub = 0; sub < form.subs; ++sub) {
+    const Affine affine = affine_of(form, from.word, from.super, sub);
+    for (int c = sub * columns; c < (sub + 1) * columns; ++c) {
+      values[c] = affine.step * static_cast<float>(kept_value(form.table, from.codes[c])) - affine.min;
+    }
+  }
+}
+
 void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, unsigned char* q,
                   unsigned char* words, unsigned char* super) {
   const KeptForm form = kept_form(encoding);

@@ -23,6 +23,9 @@ std::int64_t file_row_bytes(Encoding encoding, std::int64_t columns);
 bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t columns, std::int64_t group,
                      FileGroup* to);
 
+// Writes the values of 64 columns.
+void file_group_values(Encoding encoding, const FileGroup& from, float* values);
+
 // Writes row `row` (0..15) of a group. q and words are the fields of a (tile, group), super that of the rows
 // that share it, or null.
 void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, unsigned char* q,
