@@ -14,9 +14,10 @@ import torch
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
-from moechat.models.prompt_cache import PromptCache
+from moechat.models.prompt_cache import CachedTokens, PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
+from moechat.models.waves import Passed
 
 FinishReason = Literal["stop", "length"]
 
@@ -50,7 +51,7 @@ class Decoder:
     Attributes:
         stats: Of the answer under way, else of the last one.
         stop_tokens: Token ids that end an answer.
-        prompt_cache: Keys and values of the last answer.
+        prompt_cache: Keys, values and states of the last answer.
         cached_tokens: Tokens that ``prompt_cache`` may hold.
         vocabulary: Rows of the embedding.
     """
@@ -114,7 +115,12 @@ class Decoder:
         return groups + ([alone] if alone else [])
 
     def advance(
-        self, chunks: list[torch.Tensor], cache: Any, computed: Callable[[int], None] = lambda _: None
+        self,
+        chunks: list[torch.Tensor],
+        cache: Any,
+        computed: Callable[[int], None] = lambda _: None,
+        passed: Passed | None = None,
+        ended: Callable[[int], None] = lambda _: None,
     ) -> tuple[torch.Tensor, Any]:
         """Compute the chunks of a wave, or one pass, behind the tokens in a cache.
 
@@ -122,19 +128,29 @@ class Decoder:
             chunks: From :meth:`waves`.
             cache: As for :meth:`step`; result and errors too.
             computed: Called with the number of tokens that are done, or as good as done.
+            passed: As for :meth:`PassRunner.run_wave`.
+            ended: Called at the end of each chunk, in a wave at the end of the wave, with the number of
+                tokens.
         """
-        total = sum(chunk.shape[1] for chunk in chunks)
+        total, done = sum(chunk.shape[1] for chunk in chunks), 0
         if len(chunks) > 1:
             output = self._passes.run_wave(
-                chunks, cache, tick=lambda share: computed(int(share * total)), **self._last_only
+                chunks,
+                cache,
+                tick=lambda share: computed(int(share * total)),
+                passed=passed,
+                **self._last_only,
             )
             if output is not None:
+                for chunk in chunks:
+                    done += chunk.shape[1]
+                    ended(done)
                 computed(total)
                 return output.logits[0, -1], output.past_key_values
-        done = 0
         for chunk in chunks:
             logits, cache = self.step(chunk, cache)
             done += chunk.shape[1]
+            ended(done)
             computed(done)
         return logits, cache
 
@@ -229,9 +245,11 @@ class Decoder:
         """
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
-        cache, reused = self.prompt_cache.take(known)
-        if cache is None:
-            cache = self.new_cache()
+        most = self._passes.loaded.cache.appendable
+        held = self.prompt_cache.take(known, most)
+        reused = len(held.tokens)
+        if held.cache is None:
+            held.cache = self.new_cache()
         before = self.stats
         self.stats = stats = Stats(
             load_s=before.load_s,
@@ -247,7 +265,9 @@ class Decoder:
         )
         sampler = Sampler(settings, seed)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
-        history, waves = ids, self.waves(self.parts(ids[:, reused:], prompt))
+        parts = self.parts(ids[:, reused:], prompt)
+        history, waves = ids, self.waves(parts)
+        self._choose_copies(held, parts, prompt)
         first = 0.0
         computed = reused
         upkeep = self._passes.loaded.upkeep
@@ -257,12 +277,19 @@ class Decoder:
             for count in range(1, limit + 1):
                 begun = time.perf_counter()
                 for chunks in waves:
+                    held.whole = False
                     if computed < prompt:
-                        shown = partial(_advanced, progress, computed, prompt)
-                        logits, cache = self.advance(chunks, cache, shown)
+                        logits, held.cache = self.advance(
+                            chunks,
+                            held.cache,
+                            partial(_advanced, progress, computed, prompt),
+                            partial(_passed, held, computed),
+                            partial(_ended, held, computed),
+                        )
                     else:
-                        logits, cache = self.step(chunks[0], cache)
+                        logits, held.cache = self.step(chunks[0], held.cache)
                     computed += sum(chunk.shape[1] for chunk in chunks)
+                    held.whole = True
                 token = sampler.draw(history, logits.cpu())
                 now = time.perf_counter()
                 first = first or now
@@ -296,10 +323,28 @@ class Decoder:
             loaded = self._passes.loaded
             if upkeep is not None and upkeep is loaded.upkeep:
                 upkeep.answer_done()
-            if cache is not None and loaded.model is not None:
+            if held.cache is not None and loaded.model is not None:
                 # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
-                self.prompt_cache.keep(cache, known[:computed], prompt)
+                self.prompt_cache.keep(held, known[:computed], prompt, copied=prompt <= most)
                 self.cached_tokens = computed
+
+    def _choose_copies(self, held: CachedTokens, parts: list[torch.Tensor], prompt: int) -> None:
+        """Choose at which ends of the parts of a prompt states are copied."""
+        loaded = self._passes.loaded
+        ends, end = [], len(held.tokens)
+        for part in parts if prompt <= loaded.cache.appendable else ():
+            end += part.shape[1]
+            if part.shape[1] == loaded.chunk:
+                ends.append(end)
+        held.begin(ends, loaded.cache.copies)
+
+
+def _ended(held: CachedTokens, before: int, done: int) -> None:
+    held.reached(before + done)
+
+
+def _passed(held: CachedTokens, before: int, number: int, done: int) -> None:
+    held.layer_reached(number, before + done)
 
 
 def _advanced(progress: Callable[[int, int], None], before: int, prompt: int, done: int) -> None:

@@ -14,9 +14,10 @@ from moechat.engine.stats import Meter
 from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError
 from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
+from moechat.models.cache_states import CacheCopy, can_copy, can_cut
 from moechat.models.threads import thread_invariant_pass
 from moechat.models.wave_chunks import NotInWavesError
-from moechat.models.waves import Take
+from moechat.models.waves import Passed, Take
 from moechat.store.store import Store
 
 # Share of the pages on a GPU that is freed after its memory ran out.
@@ -91,6 +92,7 @@ class PassRunner:
         *,
         tick: Callable[[float], None],
         each: Take | None = None,
+        passed: Passed | None = None,
         **arguments: Any,
     ) -> Any:
         """Several chunks of a prompt, layer by layer; frees pages of experts as :meth:`run` does.
@@ -100,6 +102,7 @@ class PassRunner:
             cache: Attention cache.
             tick: Called with the share of the work that is done.
             each: Takes the outputs of all chunks; again from the first if pages were freed.
+            passed: As for :meth:`moechat.models.waves.Waves.run`.
             arguments: Of the model's ``forward``.
 
         Returns:
@@ -110,6 +113,8 @@ class PassRunner:
             MoechatError: As :meth:`run`.
         """
         held = cache_lengths(cache)
+        before = CacheCopy.of(cache) if can_copy(cache) and not can_cut(cache) else None
+        tokens = 0 if before is None else cache.get_seq_length()
 
         def compute(loaded: LoadedModel) -> Any:
             waves = loaded.waves
@@ -118,13 +123,15 @@ class PassRunner:
             if loaded.decoder is not None:
                 loaded.decoder.lend(cache)
             there = [chunk.to(loaded.device) for chunk in chunks]
-            return waves.run(there, cache, tick=tick, each=each, **arguments)
+            return waves.run(there, cache, tick=tick, each=each, passed=passed, **arguments)
 
         try:
             output = self._with_retry(compute, cache, sum(chunk.shape[1] for chunk in chunks))
         except NotInWavesError as error:
             self.loaded.waves.disable()
-            if not restore_lengths(cache, held):
+            if before is not None:
+                before.restore(cache, tokens)
+            elif not restore_lengths(cache, held):
                 raise MoechatError(f"a prompt of {self._name} could not be computed: {error}") from error
             output = _NOT_IN_WAVES
         if output is not _NOT_IN_WAVES:

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_states import STATEFUL
+from moechat.models.cache_states import STATEFUL, can_cut, copies_kept
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
@@ -46,6 +46,7 @@ class CacheShape:
         unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
         bits: Of keys and values: 16, those of the model's type, or 8: packed.
         has_states: Some layers hold states besides keys and values, or instead of them.
+        state_bytes: Bytes of a copy of these states.
         in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
     """
 
@@ -58,6 +59,7 @@ class CacheShape:
     unpacked: tuple[tuple[int, int | None], ...] = ()
     bits: int = PLAIN_KV_BITS
     has_states: bool = False
+    state_bytes: int = 0
     in_one_pass: str = ""
 
     def note_of_one_pass(self, tokens: int) -> str:
@@ -73,10 +75,21 @@ class CacheShape:
         return self.appendable >= UNLIMITED
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer and
-        an unpacked one.
+        """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer,
+        an unpacked one, and copies of states.
         """
-        return self.read_bytes(tokens) + max((_held(pair, tokens) for pair in self.unpacked), default=0)
+        unpacked = max((_held(pair, tokens) for pair in self.unpacked), default=0)
+        return self.read_bytes(tokens) + unpacked + self.copy_bytes
+
+    @property
+    def copies(self) -> int:
+        """Most copies of the states that a conversation keeps."""
+        return copies_kept(self.state_bytes) if self.appendable else 0
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of copies of states: those that a conversation keeps, and one during a wave."""
+        return (self.copies + 1) * self.state_bytes if self.copies else 0
 
     def read_bytes(self, tokens: int) -> int:
         """Bytes that the native step of a token reads; layers without one unpack theirs besides."""
@@ -106,13 +119,6 @@ def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
     return layer
 
 
-def can_crop(cache: Any) -> bool:
-    """Whether a cache can be cropped anywhere: only plain attention layers can, not windows or states."""
-    return type(cache) is DynamicCache and all(
-        type(layer) in (DynamicLayer, ReservedLayer) for layer in cache.layers
-    )
-
-
 def cache_lengths(cache: Any) -> list[int] | None:
     """Number of tokens in each layer of a cache; ``None`` if its layers do not tell."""
     if cache is None:
@@ -137,7 +143,7 @@ def restore_lengths(cache: Any, held: list[int] | None) -> bool:
     if held is None or now is None or len(now) < len(held):
         return False
     excess = [after - before for before, after in zip(held + [0] * (len(now) - len(held)), now, strict=True)]
-    if any(excess) and not can_crop(cache):
+    if any(excess) and not can_cut(cache):
         return False
     for layer, tail in zip(cache.layers if cache is not None else [], excess, strict=True):
         if tail > 0:
@@ -199,6 +205,8 @@ def cache_shape(
     appendable = 0
     if not reason:
         appendable, reason = part_limit(model, config)
+    has_states = any(kind in STATEFUL for kind in found)
+    windows = sum(each * (most - PREFILL_CHUNK) for each, most in growing if most is not None)
     return CacheShape(
         True,
         plain,
@@ -208,7 +216,8 @@ def cache_shape(
         tuple(copied),
         tuple(unpacked),
         bits,
-        has_states=any(kind in STATEFUL for kind in found),
+        has_states=has_states,
+        state_bytes=fixed + windows if has_states else 0,
         in_one_pass=reason,
     )
 

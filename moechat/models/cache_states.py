@@ -81,6 +81,7 @@ class LayerCopy:
     length: int = 0
 
 
+@torch.inference_mode()
 def copy_layer(layer: Any) -> LayerCopy:
     """Copy what a layer overwrites. REQUIRES: :func:`can_copy`."""
     states = {
@@ -94,6 +95,7 @@ def copy_layer(layer: Any) -> LayerCopy:
     return LayerCopy(states, (layer.keys.clone(), layer.values.clone()), layer.cumulative_length)
 
 
+@torch.inference_mode()
 def restore_layer(layer: Any, copy: LayerCopy, tokens: int) -> None:
     """Take a layer back to a copy.
 
@@ -104,11 +106,15 @@ def restore_layer(layer: Any, copy: LayerCopy, tokens: int) -> None:
     """
     for (kind, number), state in copy.states.items():
         getattr(layer, kind)[number].copy_(state)
-    if copy.window is not None:
+    if type(layer) in STATEFUL and not copy.states:
+        LinearAttentionLayer.reset(layer)
+    if type(layer) in _WINDOWS:
         if type(layer) is WindowLayer:
             layer.leave_memory()
-        layer.keys, layer.values = (rows.clone() for rows in copy.window)
-        layer.cumulative_length = copy.length
+        layer.keys = layer.values = None
+        if copy.window is not None:
+            layer.keys, layer.values = (rows.clone() for rows in copy.window)
+        layer.is_initialized, layer.cumulative_length = copy.window is not None, copy.length
     elif type(layer) in _CUT and layer.get_seq_length() > tokens:
         DynamicLayer.crop(layer, tokens - layer.get_seq_length())
 

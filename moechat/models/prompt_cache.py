@@ -1,64 +1,215 @@
-"""Keeps the attention cache of a conversation, so that the next turn computes only new tokens."""
+"""Keeps the attention cache of a conversation, so that the next turn computes only new tokens.
+
+A prompt that continues an answer goes on from the tokens that it shares with it; that agrees with computing
+it afresh within rounding. A prompt that only shares a beginning must give the same answer whatever came
+before, so it goes back to the end of a part: the parts after it are then those of a prompt computed afresh,
+and so are the bits. Caches with states go back to ends of parts where these were copied.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from moechat.models.attention_cache import can_crop
+from moechat.models.cache_states import CacheCopy, can_copy, can_cut, copy_layer
+
+_NEVER = 1 << 62
 
 
-class PromptCache:
-    """Keys and values of the tokens of the last prompt and answer.
+@dataclass
+class CachedTokens:
+    """An attention cache, its tokens, and the places to which it can go back. It has one owner at a time.
 
-    A prompt that continues that answer reuses them. A prompt that only shares a beginning does not: the same
-    prompt with the same seed must give the same answer whatever came before, and a prefill in two parts
-    rounds differently from a single pass.
+    Attributes:
+        cache: Of transformers; ``None``: none yet.
+        tokens: Tokens that it holds.
+        prompt: Number of the first of them that were the last prompt.
+        answered: Number of tokens before the first token of an answer.
+        fresh: Number of the first tokens whose parts are those of a prompt computed afresh.
+        marks: Ends of parts, ascending.
+        copies: Copies of states at some of the marks.
+        whole: No pass is under way, nor was one interrupted.
     """
 
-    # Invariant: a _cache that is not None holds exactly _tokens and has no other owner.
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._prompt = 0
-        self._cache: Any = None
+    cache: Any = None
+    tokens: list[int] = field(default_factory=list)
+    prompt: int = 0
+    answered: int = _NEVER
+    fresh: int = 0
+    marks: list[int] = field(default_factory=list)
+    copies: dict[int, CacheCopy] = field(default_factory=dict)
+    whole: bool = True
+    _ends: set[int] = field(default_factory=set)
+    _wanted: set[int] = field(default_factory=set)
+    _afresh: bool = True
 
-    def take(self, tokens: list[int]) -> tuple[Any, int]:
-        """Take the cache out if it holds a usable prefix of ``tokens``.
+    def reach(self, tokens: Sequence[int], most: int) -> int:
+        """Number of the first tokens of a prompt that the cache can keep; fewer than all.
 
-        Returns:
-            The cache, or ``None``, and the length of the prefix, which is shorter than ``tokens``. The caller
-            owns the cache and returns it with :meth:`keep`.
+        Args:
+            tokens: The prompt.
+            most: Longest prompt that may be computed in parts.
         """
-        cache, known, prompt = self._cache, self._tokens, self._prompt
-        self.drop()
-        if cache is None:
-            return None, 0
+        if self.cache is None:
+            return 0
         common = 0
-        for ours, theirs in zip(known, tokens[:-1], strict=False):
+        for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        if common <= prompt:
-            return None, 0
-        if common < len(known):
-            cache.crop(common - len(known))  # negative: how many to remove from the end
-        return cache, common
+        cuts = can_cut(self.cache)
+        if common > self.prompt and cuts:
+            return common
+        if len(tokens) > most:
+            return 0
+        if common > self.prompt and common == len(self.tokens):
+            return common
+        places = self.marks if cuts else sorted(self.copies)
+        usable = [
+            mark for mark in places if mark <= common and (mark <= self.fresh or common > self.answered)
+        ]
+        return max(usable, default=0)
 
-    def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:
+    def go_back(self, position: int) -> None:
+        """Forget the tokens from ``position``, a result of :meth:`reach`, on."""
+        if position < len(self.tokens):
+            if can_cut(self.cache):
+                _cut(self.cache, position)
+            else:
+                self.copies[position].restore(self.cache, position)
+        self.tokens = self.tokens[:position]
+        self.fresh = min(self.fresh, position)
+        if position <= self.answered:
+            self.answered = _NEVER
+        self.marks = [mark for mark in self.marks if mark <= position]
+        self.copies = {mark: copy for mark, copy in self.copies.items() if mark <= position}
+
+    def begin(self, ends: Iterable[int], copies: int) -> None:
+        """Choose where states are copied in the next prompt.
+
+        Args:
+            ends: Ends of its whole parts.
+            copies: Most copies that are kept.
+        """
+        start, self._ends = len(self.tokens), set(ends)
+        self._afresh = start <= self.fresh
+        if start and start not in self.marks:
+            self.marks.append(start)
+        self._wanted = set()
+        if copies and self.cache is not None and can_copy(self.cache):
+            now = {start} if start else set()
+            self._wanted = set(thinned(sorted({*self.copies, *now, *self._ends}), copies))
+            self.copies = {mark: copy for mark, copy in self.copies.items() if mark in self._wanted}
+            if start in self._wanted and start not in self.copies:
+                self.copies[start] = CacheCopy.of(self.cache)
+
+    def layer_reached(self, number: int, position: int) -> None:
+        """Called in a wave when a layer of the cache holds the tokens before ``position``, and no more."""
+        if position in self._wanted:
+            copy = self.copies.setdefault(position, CacheCopy())
+            if len(copy.layers) == number:
+                copy.layers.append(copy_layer(self.cache.layers[number]))
+
+    def reached(self, position: int) -> None:
+        """Called when all layers hold the tokens before ``position``."""
+        if position not in self._ends:
+            return
+        if position in self._wanted and position not in self.copies:
+            self.copies[position] = CacheCopy.of(self.cache)
+        self.marks.append(position)
+        if self._afresh:
+            self.fresh = position
+
+    def forget_unfinished(self) -> None:
+        """Drop copies of an interrupted wave."""
+        count = len(self.cache.layers) if self.copies else 0
+        self.copies = {mark: copy for mark, copy in self.copies.items() if len(copy.layers) == count}
+
+
+class PromptCache:
+    """Keys, values and states of the tokens of the last prompt and answer."""
+
+    # Invariant: a _held that is not None has no other owner.
+    def __init__(self) -> None:
+        self._held: CachedTokens | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is kept."""
+        return self._held is None
+
+    def take(self, tokens: list[int], most: int) -> CachedTokens:
+        """Take out the cache with the first tokens of a prompt that it can keep, or else none.
+
+        Args:
+            tokens: The prompt.
+            most: Longest prompt that may be computed in parts.
+        """
+        held = self._held
+        self.drop()
+        reused = held.reach(tokens, most) if held is not None else 0
+        if held is None or not reused:
+            return CachedTokens()
+        held.go_back(reused)
+        return held
+
+    def keep(self, held: CachedTokens, tokens: list[int], prompt: int, *, copied: bool) -> None:
         """Store a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
 
-        Layers that hold more are cropped to that length. The cache is dropped if it cannot be cropped, or
-        holds no token of an answer.
+        Layers that hold more are cut, or the cache goes back to its last copy. It is dropped if that is not
+        possible, or if it holds no token of an answer and no end of a part.
+
+        Args:
+            held: The cache, with its marks.
+            tokens: Tokens that were computed.
+            prompt: Tokens of the prompt.
+            copied: The cache may be continued though it cannot be cut.
         """
         self.drop()
-        if len(tokens) <= prompt or not can_crop(cache):
+        held.forget_unfinished()
+        if can_cut(held.cache):
+            if not held.cache.layers or any(
+                layer.get_seq_length() < len(tokens) for layer in held.cache.layers
+            ):
+                return
+            _cut(held.cache, len(tokens))
+        elif not copied or not can_copy(held.cache):
             return
-        excess = [layer.get_seq_length() - len(tokens) for layer in cache.layers]
-        if not excess or min(excess) < 0:
-            return
-        for layer, tail in zip(cache.layers, excess, strict=True):
-            layer.crop(-tail)
-        self._cache, self._tokens, self._prompt = cache, tokens, prompt
+        elif not held.whole:
+            place = max((mark for mark in held.copies if mark <= len(tokens)), default=0)
+            if not place:
+                return
+            held.copies[place].restore(held.cache, place)
+            tokens = tokens[:place]
+        held.tokens, held.prompt, held.whole = tokens, prompt, True
+        if len(tokens) > prompt:
+            held.answered = min(held.answered, prompt)
+        if len(tokens) > prompt or held.marks:
+            self._held = held
 
     def drop(self) -> None:
         """Discard the stored cache."""
-        self._cache, self._tokens, self._prompt = None, [], 0
+        self._held = None
+
+
+def thinned(places: list[int], most: int) -> list[int]:
+    """At most so many of some ascending places: the last one, and others the farther apart the earlier."""
+    kept = list(places)
+    while len(kept) > most:
+        end = kept[-1]
+
+        def loss(i: int, end: int = end) -> float:
+            # An edit between this place and the next goes back to the one before; late edits are likelier.
+            before = kept[i - 1] if i else 0
+            return (kept[i + 1] - kept[i]) * (kept[i] - before) / (end - kept[i]) ** 2
+
+        del kept[min(range(len(kept) - 1), key=loss)]
+    return kept
+
+
+def _cut(cache: Any, tokens: int) -> None:
+    for layer in cache.layers:
+        excess = layer.get_seq_length() - tokens
+        if excess > 0:
+            layer.crop(-excess)

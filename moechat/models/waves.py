@@ -41,6 +41,7 @@ _TRIAL_TOKENS = 5
 
 Tick = Callable[[float], None]
 Take = Callable[[int, Any], None]
+Passed = Callable[[int, int], None]
 
 
 class _Captured(Exception):  # noqa: N818 - no error
@@ -108,6 +109,7 @@ class Waves:
         *,
         tick: Tick = lambda _: None,
         each: Take | None = None,
+        passed: Passed | None = None,
         **arguments: Any,
     ) -> Any:
         """Compute chunks of a prompt behind the tokens in a cache.
@@ -118,6 +120,8 @@ class Waves:
             tick: Called with the share of the work that is done.
             each: Called for each chunk in order with the number of its first token and its output; ``None``:
                 only the last chunk's output is computed.
+            passed: Called when a chunk has changed a layer of the cache, with the layer's number and the
+                number of tokens of the wave that it has seen.
             arguments: Of the model's ``forward``, such as ``logits_to_keep``.
 
         Returns:
@@ -145,6 +149,8 @@ class Waves:
             for number, layer in enumerate(self._layers):
                 for part in parts:
                     self._reach(number, layer, part, inputs)
+                    if passed is not None:
+                        passed(number, part.end)
                     done += 1
                     if self._experts[number] is None or part is not parts[-1]:
                         tick(done / total)

@@ -14,12 +14,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from tiny import write_tiny_chat_model
+from transformers.cache_utils import DynamicCache
 
 import moechat
 from moechat import Engine
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Prefetch, settings_of
 from moechat.errors import DoesNotFitError, MoechatError, PromptTooLongError, StoreDamagedError
-from moechat.models.prompt_cache import PromptCache
+from moechat.models.prompt_cache import CachedTokens, PromptCache
 from moechat.offload.settings import LinkSettings, OffloadOptions
 
 PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
@@ -207,7 +208,7 @@ def test_ctrl_c_ends_a_wait_for_the_link(chat_model: Path, home: Path) -> None:
         timer.join()
         # The engine still encodes, describes itself and rejects input; nothing of the answer is kept.
         assert engine.describe().pages == 6
-        assert engine.decoder.prompt_cache._cache is None
+        assert engine.decoder.prompt_cache.empty
 
 
 def test_prompts_are_computed_in_chunks_and_an_interrupt_between_them_leaves_the_engine_usable(
@@ -247,9 +248,10 @@ def test_prompts_are_computed_in_chunks_and_an_interrupt_between_them_leaves_the
 
 def test_an_unfinished_prompt_keeps_no_memory() -> None:
     cache = PromptCache()
-    cache.keep(object(), [1, 2], prompt=3)
-    cache.keep(object(), [1, 2, 3], prompt=3)
-    assert cache.take([1, 2, 3, 4]) == (None, 0)
+    for tokens in ([1, 2], [1, 2, 3]):
+        cache.keep(CachedTokens(DynamicCache()), tokens, prompt=3, copied=True)
+        assert cache.empty
+    assert cache.take([1, 2, 3, 4], 100).cache is None
 
 
 def test_near_tier_settings_can_be_given(chat_model: Path, home: Path, engine: Engine) -> None:
