@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from moechat.fetch.transfer import Transfer
 from moechat.hub.known_shapes import find_shape
 from moechat.hub.model_ref import require_repository
 from moechat.planning.expect import Expected
+from moechat.store.quantised.schemes import require_readable
+from moechat.store.quantised.settings import read_settings
 
 _BASE = "base_model:"
 Notice = Callable[[str], None]
@@ -193,11 +196,28 @@ class Judge:
             remote = fetch_repository(hit.base, None, self._notice)
             if CONFIG not in remote.files:
                 raise CheckpointError(f"{hit.base}, which its files were made from, has no {CONFIG}")
-        file = remote.files[CONFIG]
-        require_described(remote, (file,))
         path = directory / CONFIG
-        Transfer(remote, lambda _size: None, self._notice).fetch(file, path)
+        require_described(remote, (remote.files[CONFIG],))
+        Transfer(remote, lambda _size: None, self._notice).fetch(remote.files[CONFIG], path)
+        if remote.repository == hit.repository:
+            _require_readable_weights(path, hit.repository)
         return path, path.read_bytes()
+
+
+def _require_readable_weights(config: Path, repository: str) -> None:
+    """Check that the weights are in a format that is read.
+
+    Raises:
+        UnsupportedModelError: They are not.
+        CheckpointError: The configuration is malformed.
+    """
+    try:
+        content = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{CONFIG} of {repository} is not valid JSON: {problem}") from None
+    settings = read_settings(content, config.parent) if isinstance(content, dict) else None
+    if settings is not None:
+        require_readable(settings.method, repository)
 
 
 def by_fit(candidates: Sequence[Candidate]) -> list[Candidate]:

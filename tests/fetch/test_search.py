@@ -30,12 +30,16 @@ DENSE = {
 def shelf(hub: Hub) -> Iterator[Hub]:
     """A hub with a model that runs, GGUF files of it, and all kinds of others."""
     before, weights = hub.repositories, {"model.safetensors": b"weights"}
+    config = json.loads(before[REPOSITORY]["config.json"])
+    packed = json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}).encode()
     hub.repositories = {
         REPOSITORY: before[REPOSITORY],
         "people/moe-chat-GGUF": {"moe-chat-Q8_0.gguf": bytes(3000), "moe-chat-Q4_K_M.gguf": bytes(2000)},
         "people/moe-orphan-GGUF": {"moe-orphan-Q8_0.gguf": bytes(3000)},
         "dense/moe-not-at-all": {"config.json": json.dumps(DENSE).encode(), **weights},
         "new/moe-strange": {"config.json": b'{"model_type": "strange"}', **weights},
+        "new/moe-packed": {"config.json": packed, **weights},
+        "new/moe-broken": {"config.json": b"{", **weights},
         "old/moe-pickled": {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
     }
     hub.tags["people/moe-chat-GGUF"] = ["gguf", f"base_model:quantized:{REPOSITORY}"]
@@ -69,11 +73,15 @@ def test_models_that_run_come_with_size_and_speed_and_others_with_a_reason(insid
         "people/moe-orphan-GGUF",
         "dense/moe-not-at-all",
         "new/moe-strange",
+        "new/moe-packed",
+        "new/moe-broken",
         "old/moe-pickled",
     ]
     assert "name no model that they were made from" in reasons["people/moe-orphan-GGUF"]
     assert "experts" in reasons["dense/moe-not-at-all"]
     assert "strange" in reasons["new/moe-strange"]
+    assert "new/moe-packed are packed with 'bitsandbytes'; moechat reads" in reasons["new/moe-packed"]
+    assert "new/moe-broken is not valid JSON" in reasons["new/moe-broken"]
     assert "no weights as safetensors or GGUF files" in reasons["old/moe-pickled"]
     assert not inside.home.exists()
     assert shelf.sent(".safetensors") == shelf.sent(".gguf") == 0
