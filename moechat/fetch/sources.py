@@ -32,6 +32,8 @@ _BITS_OF_TYPE = {
     "IQ4_XS": 4.25, "MXFP4": 4.25, "Q3_K_L": 4.3, "Q3_K_M": 3.9, "Q3_K_S": 3.5, "Q2_K": 3.0,
 }  # fmt: skip
 _MAKERS_BITS = 16.0
+# Files with up to so many bits are as small as a store of the usual bits, or nearly.
+_MOST_KEPT_BITS = 5.0
 _FP8 = re.compile(r"[-_.]fp8($|[-_.])", re.IGNORECASE)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -64,9 +66,23 @@ class Source:
         """The model that it becomes in the library."""
         return parse_hub_name(self.name)
 
-    def keeps(self, store_bits: int) -> bool:
-        """Whether a store loses hardly anything by being made from these files and not the maker's."""
-        return self.original or (self.bits is not None and self.bits >= 2 * store_bits - 1)
+    @property
+    def may_stay(self) -> bool:
+        """Whether a store for the CPU may keep the encodings of these files, at about the usual bits: for
+        files of others only their headers tell whether it can.
+        """
+        return self.original or (self.bits is not None and USUAL_BITS < self.bits <= _MOST_KEPT_BITS)
+
+    def keeps(self, store_bits: int, *, stays: bool) -> bool:
+        """Whether a store loses hardly anything by being made from these files and not the maker's.
+
+        Args:
+            store_bits: Bits of the store.
+            stays: Encodings are kept where they can be: on the CPU, with the usual bits.
+        """
+        if self.original or (stays and self.may_stay):
+            return True
+        return self.bits is not None and self.bits >= 2 * store_bits - 1
 
 
 @dataclass(frozen=True)
@@ -78,19 +94,21 @@ class Choice:
         sources: All sources. Which can be read is known only from the headers of their files: take the first
             one that can.
         why_bits: Why these bits, for people; empty for the usual ones, or those that the user gave.
+        stays: Encodings of the files are kept where a kernel reads them.
     """
 
     bits: int
     sources: tuple[Source, ...]
     why_bits: str
+    stays: bool = False
 
     @property
     def why(self) -> str:
         """Why the first source, for people."""
-        keeping = sum(source.keeps(self.bits) for source in self.sources)
+        keeping = sum(source.keeps(self.bits, stays=self.stays) for source in self.sources)
         if len(self.sources) == 1:
             reason = "the only source"
-        elif not self.sources[0].keeps(self.bits):
+        elif not self.sources[0].keeps(self.bits, stays=self.stays):
             reason = f"the files with most bits; converting them to {self.bits} bits adds a second loss"
         elif keeping > 1:
             reason = f"the smallest of {keeping} downloads that lose hardly anything at {self.bits} bits"
@@ -185,7 +203,11 @@ def bits_in_name(name: str) -> float | None:
 
 
 def choose_source(
-    sources: Sequence[Source], speeds: Mapping[int, Expected], *, bits: int | None = None
+    sources: Sequence[Source],
+    speeds: Mapping[int, Expected],
+    *,
+    bits: int | None = None,
+    on_gpu: bool = False,
 ) -> Choice:
     """Choose bits for this machine's memory, and order the sources for them.
 
@@ -196,7 +218,9 @@ def choose_source(
     Args:
         sources: What the hub offers.
         speeds: Expected speed on this machine by bits; bits that do not fit into its memory are absent.
-        bits: Bits that the user gave, or ``None``.
+        bits: Bits that the user gave, or ``None``: then encodings of files with about the usual bits are kept
+            where a kernel reads them, so that these files lose nothing.
+        on_gpu: A GPU computes, whose kernels read no encodings of files.
 
     Raises:
         DoesNotFitError: No bits fit, or there is no source.
@@ -205,13 +229,15 @@ def choose_source(
     if not sources:
         raise DoesNotFitError("none of the repositories has weights that can be read")
 
+    stays = bits is None and chosen == USUAL_BITS and not on_gpu
+
     def order(source: Source) -> tuple[bool, float, int, bool, str]:
-        keeps = source.keeps(chosen)
+        keeps = source.keeps(chosen, stays=stays)
         worse = 0.0 if keeps else -(source.bits or 0.0)
         return not keeps, worse, source.nbytes, not source.original, source.name
 
     why = "" if bits is not None else _why_bits(chosen, speeds)
-    return Choice(chosen, tuple(sorted(sources, key=order)), why)
+    return Choice(chosen, tuple(sorted(sources, key=order)), why, stays)
 
 
 def choose_bits(speeds: Mapping[int, Expected]) -> int:

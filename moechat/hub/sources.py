@@ -7,6 +7,7 @@ Nothing here needs torch or the network.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from moechat.hub.model_ref import (
@@ -16,7 +17,6 @@ from moechat.hub.model_ref import (
     holds_manifest,
     normalised,
     parse_hub_name,
-    repository_slug,
 )
 
 _OTHERS: dict[str, tuple[str, ...]] = {
@@ -51,16 +51,18 @@ def find_in_other_source(repository: str, models: Path, bits: int | None) -> Mod
     Args:
         repository: The maker's repository.
         models: The library.
-        bits: Bits of the store; ``None`` takes any, in the order of ``PREFERRED_BITS``.
+        bits: Bits of the store, or :data:`moechat.geometry.KEEP`; ``None`` takes any, in the order of
+            ``PREFERRED_BITS``.
     """
     for candidate in PREFERRED_BITS if bits is None else (bits,):
         for other in _OTHERS.get(repository, ()):
-            slug = repository_slug(other)
-            for path in sorted(models.glob(f"{slug}*-{candidate}bit")):
-                variant = path.name.removesuffix(f"-{candidate}bit").removeprefix(slug)
+            plain = parse_hub_name(other)
+            end = plain.library_path(models, candidate).name.removeprefix(plain.slug)
+            for path in sorted(models.glob(f"{plain.slug}*{end}")):
+                variant = path.name.removesuffix(end).removeprefix(plain.slug)
                 if (variant == "" or variant.startswith("+")) and _is_store(path):
                     ref = parse_hub_name(f"{other}:{variant[1:]}" if variant else other)
-                    return ModelRef(ref.name, ref.slug, path, None, other, None, ref.variant)
+                    return replace(ref, store=path)
     return None
 
 

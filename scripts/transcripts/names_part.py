@@ -40,7 +40,7 @@ def names(stage: Stage) -> None:
             stage.left(terminal, "n\r", "n ⏎", status=3)
         stage.command(
             "moechat download qwen3.6 --dry-run",
-            "the smallest of 2 downloads",
+            "the smallest of 3 downloads",
             "others:",
             "tokens a second",
         )

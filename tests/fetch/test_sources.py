@@ -14,6 +14,7 @@ from moechat.fetch.sources import (
     FEWER_BITS,
     USUAL_BITS,
     WORTH_A_BIT,
+    Choice,
     Source,
     bits_in_name,
     choose_source,
@@ -104,19 +105,15 @@ def test_bits_are_read_from_names(name: str, bits: float | None) -> None:
     assert bits_in_name(name) == bits
 
 
-def test_the_smallest_download_that_loses_hardly_anything_comes_first() -> None:
-    chosen = choose_source(all_sources(), {4: speed(10)})
-    names = [source.name for source in chosen.sources]
-    assert chosen.bits == 4
+def kinds(chosen: Choice) -> list[str]:
+    return [source.name.rpartition("-")[2].partition(".")[0] for source in chosen.sources]
+
+
+def test_on_a_gpu_the_smallest_download_that_loses_hardly_anything_when_converted_comes_first() -> None:
+    chosen = choose_source(all_sources(), {4: speed(10)}, on_gpu=True)
+    assert (chosen.bits, chosen.stays) == (4, False)
     # FP8 before Q8_0 before the maker's 16 bits; then those with too few bits, most bits first.
-    assert [name.rpartition("-")[2].partition(".")[0] for name in names] == [
-        "FP8",
-        "00002",
-        "35B",
-        "Q6_K",
-        "Q4_K_XL",
-        "IQ4_XS",
-    ]
+    assert kinds(chosen) == ["FP8", "00002", "35B", "Q6_K", "Q4_K_XL", "IQ4_XS"]
     assert chosen.why == "the smallest of 3 downloads that lose hardly anything at 4 bits"
     # For a store of 3 bits Q6_K has enough bits; for one of 8 only the maker's have.
     assert choose_source(all_sources(), {3: speed(10)}, bits=3).sources[0].bits == 6.56
@@ -125,16 +122,24 @@ def test_the_smallest_download_that_loses_hardly_anything_comes_first() -> None:
     assert for_eight.why == "the only one of 6 that loses hardly anything at 8 bits"
 
 
+def test_without_a_gpu_files_that_stay_as_they_are_lose_nothing() -> None:
+    chosen = choose_source(all_sources(), {4: speed(10)})
+    assert chosen.stays
+    assert kinds(chosen) == ["IQ4_XS", "Q4_K_XL", "FP8", "00002", "35B", "Q6_K"]
+    # Bits that the user gave are made, whatever the files have.
+    assert kinds(choose_source(all_sources(), {4: speed(10)}, bits=4))[0] == "FP8"
+
+
 def test_the_makers_own_format_counts_as_the_original_at_any_size() -> None:
     release = repository("maker/Small-FP4", {"model.safetensors": 12})
     files = repository("people/Small-GGUF", {"Small-MXFP4.gguf": 11})
     sources = [*list_sources(release, original=True), *list_sources(files, original=False)]
-    assert choose_source(sources, {4: speed(10)}).sources[0].name == "maker/Small-FP4"
+    assert choose_source(sources, {4: speed(10)}, on_gpu=True).sources[0].name == "maker/Small-FP4"
 
 
 def test_without_the_makers_repository_the_next_best_is_taken() -> None:
     only = [source for source in all_sources() if source.bits in (4.5, 4.25)]
-    chosen = choose_source(only, {4: speed(10)})
+    chosen = choose_source(only, {4: speed(10)}, on_gpu=True)
     assert chosen.sources[0].bits == 4.5
     assert chosen.why == "the files with most bits; converting them to 4 bits adds a second loss"
     with pytest.raises(DoesNotFitError, match="none of the repositories"):
@@ -169,7 +174,7 @@ def test_every_reference_machine_gets_a_source_and_bits_that_its_memory_can_use(
     profile = reference_profile(machine)
     speeds = speeds_by_bits("gpt-oss", None, profile=profile)
     chosen = choose_source(all_sources(), speeds)
-    assert chosen.sources[0].keeps(chosen.bits)
+    assert chosen.sources[0].keeps(chosen.bits, stays=chosen.stays)
     tier = profile.ram if profile.gpu is None else profile.gpu.vram
     assert 0 < speeds[chosen.bits].near_bytes <= tier.value
     # All shipped machines hold gpt-oss-20b in RAM and graphics memory, but for one without a GPU.

@@ -20,6 +20,7 @@ from moechat.errors import (
 from moechat.fetch.repository import RemoteRepository, fetch_repository
 from moechat.hub.model_ref import PREFERRED_BITS, USUAL_FORMS, ModelRef
 from moechat.hub.sources import sources_of
+from moechat.options import LoadOptions
 
 if TYPE_CHECKING:
     from moechat.fetch.download import Download
@@ -82,7 +83,8 @@ class Offer:
                 f"moechat download {self.model} --bits {USUAL_BITS} fetches it all the same",
                 least_bytes=error.least_bytes,
             ) from error
-        return choose_source(self.sources, speeds, bits=bits)
+        on_gpu = LoadOptions.parse(load).gpu is not None
+        return choose_source(self.sources, speeds, bits=bits, on_gpu=on_gpu)
 
 
 def find_offer(model: str, ref: ModelRef, say: Callable[[str], None]) -> Offer:
@@ -160,12 +162,14 @@ def open_download(
         return prepare(offer.ref, offer.remote, bits), None
     problem: MoechatError | None = None
     full: tuple[Download, Choice] | None = None
+    lossy: tuple[Download, Choice] | None = None
     unread: set[str] = set()  # repositories whose GGUF files have an architecture that is not read
     for number, source in enumerate(choice.sources):
         if source.variant is not None and source.remote.repository in unread:
             continue
         try:
-            work = prepare(source.ref, source.remote, choice.bits)
+            stays = choice.stays and source.may_stay
+            work = prepare(source.ref, source.remote, None if stays else choice.bits)
         except (UnsupportedModelError, CheckpointError, NotAllowedError) as error:
             problem = problem or error
             notice(f"({source.name} is left out: {error})")
@@ -173,10 +177,16 @@ def open_download(
                 unread.add(source.remote.repository)
             continue
         left = replace(choice, sources=choice.sources[number:])
+        if stays and not source.original and not work.plan.geometry.kept:
+            notice(f"({source.name} is left out: its experts would be quantised again)")
+            lossy = lossy or (work, left)
+            continue
         if work.plan.disk_bytes <= work.plan.free_bytes:
             return work, left
         full = full or (work, left)
-    if full is not None:
-        return full  # whoever runs it is told how much room is missing
+    if lossy is not None or full is not None:
+        found = lossy or full  # of the latter, running it says how much room is missing
+        assert found is not None
+        return found
     assert problem is not None
     raise problem
