@@ -66,7 +66,7 @@ def test_models_that_run_come_with_size_and_speed_and_others_with_a_reason(insid
     assert maker["speed"]["tokens_per_s"] > 0
     assert maker["speed"]["basis"] == "assumed"
     assert maker["speed"]["active_parameters"] < maker["speed"]["parameters"]
-    assert (files["name"], files["base"]) == ("people/moe-chat-GGUF:moe-chat-Q8_0.gguf", REPOSITORY)
+    assert (files["name"], files["base"]) == ("people/moe-chat-GGUF:moe-chat-Q4_K_M.gguf", REPOSITORY)
     assert files["speed"]["parameters"] == maker["speed"]["parameters"]
     reasons = {name: entry["refused"] for name, entry in entries.items() if entry["speed"] is None}
     assert list(reasons) == [
@@ -101,7 +101,7 @@ def test_the_text_has_a_table_and_the_reasons(inside: Cli, shelf: Hub) -> None:
     assert lines[0].split() == ["name", "parameters", "download", "store", "tokens", "a", "second"]
     assert lines[1].startswith(f"{REPOSITORY} ")
     assert "4 bits" in lines[1]
-    assert lines[2].startswith("people/moe-chat-GGUF:moe-chat-Q8_0.gguf ")
+    assert lines[2].startswith("people/moe-chat-GGUF:moe-chat-Q4_K_M.gguf ")
     assert lines[3:5] == ["", "not run here:"]
     assert lines[6].startswith("  dense/moe-not-at-all: ")
     assert "this machine has not been measured (`moechat profile`, 20 s)" in done.err
