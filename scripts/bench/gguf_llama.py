@@ -1,8 +1,10 @@
 """Log probabilities of every next word by llama.cpp; needs xllamacpp only, so that it runs where that is.
 
     PYTHON scripts/bench/gguf_llama.py FILE.gguf '[TOKEN, ...]' '[LENGTH, ...]'
+    PYTHON scripts/bench/gguf_llama.py FILE.gguf --windows <WINDOWS.json
 
-Prints a JSON list: for each length, those after as many tokens. The attention cache is in float32.
+Prints a JSON list: for each length, those after as many tokens; or for each window of tokens those of its own next
+words. The attention cache is in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def server(path: str) -> Any:
     """llama.cpp with the model of a file, on one thread."""
     params = llama.CommonParams()
     params.model.path = path
-    params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 1024, 1, 0
     params.warmup = params.fit_params = False
     params.no_extra_bufts = True
     params.verbosity = 0
@@ -30,8 +32,13 @@ def server(path: str) -> Any:
     return llama.Server(params)
 
 
-def log_probabilities(model: Any, tokens: list[int]) -> list[float]:
+def log_probabilities(model: Any, tokens: list[int], *, reuse: bool = False) -> list[float]:
     """Those of every word after the tokens.
+
+    Args:
+        model: See :func:`server`.
+        tokens: The tokens.
+        reuse: Keep the attention cache of tokens that the last request shares.
 
     Raises:
         RuntimeError: Every answer was the end, for which the server states none.
@@ -42,7 +49,7 @@ def log_probabilities(model: Any, tokens: list[int]) -> list[float]:
         "n_probs": 1 << 20,
         "temperature": 1.0,
         "samplers": [],
-        "cache_prompt": False,
+        "cache_prompt": reuse,
     }
     for seed in range(_TRIES):
         answer = model.handle_completions({**request, "seed": seed})
@@ -57,6 +64,20 @@ def log_probabilities(model: Any, tokens: list[int]) -> list[float]:
 def main() -> None:
     """See the module."""
     model = server(sys.argv[1])
+    if sys.argv[2] == "--windows":
+        windows = json.load(sys.stdin)
+        print(
+            json.dumps(
+                [
+                    [
+                        log_probabilities(model, window[:length], reuse=True)[window[length]]
+                        for length in range(1, len(window))
+                    ]
+                    for window in windows
+                ]
+            )
+        )
+        return
     tokens = json.loads(sys.argv[2])
     print(json.dumps([log_probabilities(model, tokens[:length]) for length in json.loads(sys.argv[3])]))
 
