@@ -3,8 +3,8 @@
     PYTHON scripts/bench/gguf_llama.py FILE.gguf '[TOKEN, ...]' '[LENGTH, ...]'
     PYTHON scripts/bench/gguf_llama.py FILE.gguf --windows <WINDOWS.json
 
-Prints a JSON list: for each length, those after as many tokens; or for each window of tokens those of its own next
-words. The attention cache is in float32.
+Prints a JSON list: for each length, those after as many tokens; or for each window of tokens those of its own
+next words. The attention cache is in float32.
 """
 
 from __future__ import annotations
