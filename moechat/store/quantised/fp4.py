@@ -14,7 +14,7 @@ from moechat.errors import CheckpointError
 from moechat.store.quantised import kept_rows
 from moechat.store.quantised.codes import Codes
 from moechat.store.quantised.number_formats import as_float32, nibbles
-from moechat.store.quantised.weights import PackedWeight, Parts
+from moechat.store.quantised.weights import PackedWeight, Parts, matrix_shape
 from moechat.store.tensors import TensorSet
 
 NVFP4_COLUMNS = 16
@@ -97,7 +97,8 @@ def _packed_shape(
             hint="take a complete copy of the checkpoint",
         )
     (kind, packed), (found, grid) = tensors.info(codes), tensors.info(scale)
-    if kind not in ("U8", "I8") or len(packed) not in (2, 3):
+    matrix_shape(tensors, codes)
+    if kind not in ("U8", "I8"):
         raise CheckpointError(
             f"{where}: tensor {codes!r} is {kind} {list(packed)}; packed FP4 is U8 matrices"
         )

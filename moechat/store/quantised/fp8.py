@@ -14,7 +14,7 @@ from moechat.store.quantised.codes import Codes
 from moechat.store.quantised.fp4 import mxfp4_weight
 from moechat.store.quantised.number_formats import as_float32
 from moechat.store.quantised.settings import Settings
-from moechat.store.quantised.weights import Found, PackedWeight, Parts
+from moechat.store.quantised.weights import Found, PackedWeight, Parts, matrix_shape
 from moechat.store.tensors import TensorSet
 
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -96,8 +96,7 @@ def fp8_weight(
             f"{name + _SUFFIXES[1]!r}",
             hint="take a complete copy of the checkpoint",
         )
-    if len(shape) not in (2, 3):
-        raise CheckpointError(f"{where}: tensor {name!r} has shape {list(shape)}; FP8 weights are matrices")
+    matrix_shape(tensors, name)
     scale_type, grid = tensors.info(scale)
     if scale_type not in SCALE_TYPES or (scale_type == "U8" and block is None):
         raise CheckpointError(

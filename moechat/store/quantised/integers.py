@@ -16,7 +16,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
 from moechat.store.quantised.kept_rows import symmetric_encoding
 from moechat.store.quantised.number_formats import as_float32, fields
-from moechat.store.quantised.weights import PackedWeight, Part, Parts
+from moechat.store.quantised.weights import PackedWeight, Part, Parts, matrix_shape
 from moechat.store.tensors import TensorSet
 
 PACKED_BITS = (2, 4, 8)
@@ -64,7 +64,7 @@ def integer_weight(
         UnsupportedModelError: The number of bits is not read.
     """
     where = tensors.file_of(parts["codes"]).path
-    kind, stored = tensors.info(parts["codes"])
+    kind, stored = tensors.info(parts["codes"])[0], matrix_shape(tensors, parts["codes"])
     if parts["scale"] not in tensors:
         raise CheckpointError(
             f"{where}: tensor {name!r} is quantised and has no scale {parts['scale']!r}",
@@ -82,7 +82,7 @@ def integer_weight(
             f"{where}: tensor {name!r} has integers of {form.bits} bits; moechat reads "
             f"{', '.join(map(str, PACKED_BITS))}"
         )
-    if kind not in ("I8", "I32") or len(stored) not in (2, 3) or (kind == "I8" and form.bits > 8):
+    if kind not in ("I8", "I32") or (kind == "I8" and form.bits > 8):
         raise CheckpointError(
             f"{where}: tensor {parts['codes']!r} is {kind} {list(stored)}; {form.title} are I8 or packed I32"
         )

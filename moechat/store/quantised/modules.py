@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.settings import Settings
-from moechat.store.quantised.weights import Found, PackedWeight
+from moechat.store.quantised.weights import Found, PackedWeight, matrix_shape
 from moechat.store.tensors import TensorSet
 
 _CODES = "qweight"
@@ -74,6 +74,8 @@ def _parts(tensors: TensorSet, stem: str) -> Iterator[tuple[str, str]]:
                 hint="take a complete copy of the checkpoint",
             )
         kind, shape = tensors.info(part)
+        if role != "g_idx":
+            matrix_shape(tensors, part, most=2)
         if kind not in types or len(shape) != (1 if role == "g_idx" else 2):
             raise CheckpointError(
                 f"{tensors.file_of(part).path}: tensor {part!r} is {kind} {list(shape)}; {types[0]} is "

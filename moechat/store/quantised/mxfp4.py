@@ -53,7 +53,7 @@ def _weight(tensors: TensorSet, name: str, parts: dict[str, str]) -> PackedWeigh
         if kind != "U8":
             raise UnsupportedModelError(f"{where}: tensor {part!r} is {kind}; MXFP4 needs U8")
     blocks, grid = tensors.info(codes)[1], tensors.info(scale)[1]
-    if len(blocks) not in (3, 4) or blocks[-1] != _BYTES or grid != blocks[:-1]:
+    if len(blocks) not in (3, 4) or 0 in blocks or blocks[-1] != _BYTES or grid != blocks[:-1]:
         raise CheckpointError(
             f"{where}: {codes!r} {list(blocks)} and {scale!r} {list(grid)} are no pair of MXFP4: groups have "
             f"{_BYTES} bytes and a scale"

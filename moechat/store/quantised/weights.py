@@ -19,7 +19,7 @@ from moechat.store.quantised.codes import PIECE, Codes, in_threads
 from moechat.store.quantised.kept_rows import encoded_rows
 from moechat.store.quantised.number_formats import rounded
 from moechat.store.safetensors_file import TensorEntry, tensor_nbytes
-from moechat.store.tensors import TensorSet
+from moechat.store.tensors import TensorFile, TensorSet
 
 _VISIBLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _CHUNK_WEIGHTS = 2 << 20
@@ -87,6 +87,26 @@ class Found:
         self.hidden.update(weight.parts.values())
 
 
+def matrix_shape(tensors: TensorSet, stored: str, most: int = 3) -> tuple[int, ...]:
+    """Shape of a stored tensor that holds one matrix, or one for each expert.
+
+    Args:
+        tensors: The stored tensors.
+        stored: Name of the tensor.
+        most: Dimensions that it may have, from 2 on.
+
+    Raises:
+        CheckpointError: It has other dimensions, or one of them is 0.
+    """
+    kind, shape = tensors.info(stored)
+    if not 2 <= len(shape) <= most or 0 in shape:
+        raise CheckpointError(
+            f"{tensors.file_of(stored).path}: tensor {stored!r} is {kind} {list(shape)}; quantised weights "
+            "are matrices"
+        )
+    return shape
+
+
 class PackedTensors(TensorSet):
     """The tensors of a checkpoint with plain tensors in place of quantised ones."""
 
@@ -107,12 +127,11 @@ class PackedTensors(TensorSet):
         for name in found.problems:
             owners.setdefault(name, stored.files[0])
         super().__init__(owners, where=where)
-        self.files_read = stored.files
 
     @property
-    def files(self) -> tuple[Any, ...]:
+    def files(self) -> tuple[TensorFile, ...]:
         """See :attr:`TensorSet.files`."""
-        return self.files_read
+        return self._stored.files
 
     def weight(self, name: str) -> PackedWeight | None:
         """How a tensor is stored, if it is quantised.
@@ -139,7 +158,7 @@ class PackedTensors(TensorSet):
         weight = self.weight(name)
         return super().stored_names(name) if weight is None else tuple(weight.parts.values())
 
-    def stored_file(self, name: str) -> Any:
+    def stored_file(self, name: str) -> TensorFile:
         """See :meth:`TensorSet.stored_file`."""
         return self._stored.file_of(name)
 
