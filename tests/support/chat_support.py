@@ -115,6 +115,7 @@ class ScriptedEngine:
         return SimpleNamespace(
             model_type="scripted",
             bits=4,
+            experts_form="4 bits",
             device="cpu",
             experts="in a script",
             memory_budget_bytes=1 << 30,
