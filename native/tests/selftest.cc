@@ -28,6 +28,8 @@
 #include "kernels/experts/pack.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/block_layout.h"
+#include "kernels/layout/gguf_blocks.h"
+#include "kernels/layout/kept_encodings.h"
 #include "kernels/threads/spin.h"
 #include "kernels/threads/stream_read.h"
 #include "kernels/threads/thread_pool.h"
@@ -94,7 +96,40 @@ struct Case {
       error += std::fabs(gate[i] - out_gate[i]) + std::fabs(down[i] - out_down[i]);
     EXPECT(error / static_cast<double>(gate.size()) < 0.3 / bits);
     EXPECT(!bias || out_down_bias == down_bias);
+    call_all(packed, tokens, &generator);
+  }
 
+  // Kept encodings: rows of a file whose bytes are random, with fp16 scales below 2.
+  Case(unsigned seed, std::int64_t hidden, std::int64_t neurons, Encoding gate_up, Encoding down, bool bias,
+       int tokens)
+      : layout(make_kept_layout(hidden, neurons, gate_up, down, bias, 0)) {
+    std::mt19937 generator(seed);
+    std::uniform_int_distribution<int> bytes(0, 0x3f);
+    const auto file_rows = [&](Encoding encoding, std::int64_t rows, std::int64_t cols) {
+      std::vector<unsigned char> made(static_cast<std::size_t>(rows * file_row_bytes(encoding, cols)));
+      for (unsigned char& byte : made) byte = static_cast<unsigned char>(bytes(generator));
+      return made;
+    };
+    const auto gate = file_rows(gate_up, neurons, hidden);
+    const auto up = file_rows(gate_up, neurons, hidden);
+    const auto downs = file_rows(down, hidden, neurons);
+    const auto neuron_bias = random_values(generator, neurons);
+    const auto down_bias = random_values(generator, hidden);
+    const ExpertBiases biases{neuron_bias.data(), neuron_bias.data(), down_bias.data()};
+    const std::int64_t wide = file_row_bytes(gate_up, hidden);
+    const FileExpert source{{gate.data(), wide},
+                            {up.data(), wide},
+                            {downs.data(), file_row_bytes(down, neurons)},
+                            bias ? &biases : nullptr};
+    std::vector<unsigned char> packed(static_cast<std::size_t>(layout.record_bytes * layout.blocks));
+    pack_kept(layout, source, packed.data(), 0);
+    call_all(packed, tokens, &generator);
+  }
+
+  // Copies records, and makes the call.
+  void call_all(const std::vector<unsigned char>& packed, int tokens, std::mt19937* generator) {
+    const std::int64_t hidden = layout.hidden_size;
+    const auto size = static_cast<std::size_t>(layout.record_bytes);
     for (std::int64_t block = 0; block < layout.blocks; ++block) {
       // Without the padding to 4096 bytes, which kernels may not read.
       const auto payload = static_cast<std::size_t>(layout.payload_bytes);
@@ -105,7 +140,7 @@ struct Case {
       block_index.push_back(static_cast<std::int32_t>(block));
       block_row.push_back(0);
     }
-    x = random_values(generator, tokens * hidden);
+    x = random_values(*generator, tokens * hidden);
     row_start = {0, tokens};
     for (int t = 0; t < tokens; ++t) {
       row_token.push_back(tokens - 1 - t);
@@ -193,6 +228,27 @@ void encodings_and_sizes() {
           ThreadPool::set_num_threads(3);
           EXPECT(one.run(gate) == expected);
         }
+      }
+    }
+  }
+}
+
+void kept_encodings() {
+  unsigned seed = 50;
+  for (int i = 0; i < kKeptEncodings; ++i) {
+    const auto gate_up = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + i);
+    const auto down = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + (i + 5) % kKeptEncodings);
+    const std::int64_t hidden = kept_form(gate_up).file_columns == 256 ? 256 : 96;
+    const std::int64_t neurons = kept_form(down).file_columns == 256 ? 256 : 160;
+    for (const int tokens : {1, 13}) {
+      const Case one(++seed, hidden, neurons, gate_up, down, tokens == 13, tokens);
+      for (const int activation_bits : {8, 16, 32}) {
+        ThreadPool::set_num_threads(1);
+        const auto alone = one.run_alone(activation_bits);
+        for (const float value : alone) EXPECT(std::isfinite(value));
+        EXPECT(one.run(GateSpec{}, activation_bits) == alone);
+        ThreadPool::set_num_threads(3);
+        EXPECT(one.run(GateSpec{}, activation_bits) == alone);
       }
     }
   }
@@ -320,9 +376,9 @@ void steps_of_a_layer() {
       const auto hidden = random_values(own, kHidden);
       std::vector<float> residual(kHidden), x(kHidden), weights(kChosen);
       std::vector<std::int64_t> index(kChosen);
-      layer_step(step,
-                 {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(), kCapacity * kDim,
-                  kCapacity * kDim, held, residual.data(), x.data(), index.data(), weights.data(), nullptr});
+      layer_step(step, {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(),
+                        kCapacity * kDim, kCapacity * kDim, held, false, residual.data(), x.data(),
+                        index.data(), weights.data(), nullptr});
       add_rounded(step.type, x.data(), kHidden, residual.data());
       ++operations;
       for (const auto* part : {&residual, &weights}) all.insert(all.end(), part->begin(), part->end());
@@ -585,6 +641,7 @@ void forked_children_can_compute() {
 int main() {
   moechat::forked_children_can_compute();
   moechat::encodings_and_sizes();
+  moechat::kept_encodings();
   moechat::tokens_together_or_alone();
   moechat::packed_matrices();
   moechat::steps_of_a_layer();
