@@ -139,7 +139,7 @@ class Judge:
         self._speeds: dict[bytes | str, dict[int, Expected] | MoechatError] = {}
 
     def judge(self, hit: Hit) -> Candidate:
-        """Look at one repository; what it cannot be run for is in the result.
+        """Read one repository. If it cannot be run, the result has the reason.
 
         Raises:
             OfflineError: The connection to the hub was lost.

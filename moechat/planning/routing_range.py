@@ -1,4 +1,4 @@
-"""The range of a plan's speed where nobody has recorded how the model routes.
+"""The range of a plan's speed for a model whose routing was never recorded.
 
 The plan is made for the expected routing. How fast it then is depends on the real one, so the time of a token
 is computed again, with the same experts kept and the same strategy, for routing at both ends of what is

@@ -167,13 +167,15 @@ class Conversion:
         """Write the experts of a layer; without a packer, in the encodings of the source."""
         write(planned.header)
         self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
-        buffer = _page_aligned(self._outline.geometry)
+        geometry = self._outline.geometry
+        layout = geometry.layout_of(self._experts.index(planned))
+        buffer = _page_aligned(geometry)
         count = len(planned.source.experts)
         for number, expert in enumerate(planned.source.experts):
             matrices = None if pack is None else self._matrices(expert)
             try:
                 if pack is None or matrices is None:
-                    self._rearrange(planned, expert, buffer)
+                    self._rearrange(layout, expert, buffer)
                 else:
                     pack(number, matrices, self._biases(expert), buffer)
             except ValueError as problem:
@@ -206,10 +208,9 @@ class Conversion:
             )
         self._report.notice(text)
 
-    def _rearrange(self, planned: ExpertsFile, expert: ExpertRef, out: NDArray[np.uint8]) -> None:
+    def _rearrange(self, layout: _native.BlockLayout, expert: ExpertRef, out: NDArray[np.uint8]) -> None:
         """Write an expert with its values as they are in the source."""
         source = self._checkpoint
-        layout = self._outline.geometry.layout_of(self._experts.index(planned))
         rows = [source.encoded_rows(ref) for _, ref in expert.matrices]
         _native.pack_kept(layout, rows[0], rows[1], rows[2], self._biases(expert), out)
 

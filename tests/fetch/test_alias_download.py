@@ -26,7 +26,7 @@ DEMO = Path(moechat.__file__).parent / "hub" / "demo"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GGUF files as people make them: Q8_0, Q4_0 and a file of an architecture that nobody knows."""
+    """GGUF files: Q8_0, Q4_0, and one of an unknown architecture."""
     work = tmp_path_factory.mktemp("alias-gguf")
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     config = save_model("olmoe", work / "source", vocab_size=len(tokenizer))

@@ -35,7 +35,7 @@ def assumed(config: Path) -> Plan:
     return moechat.plan(config, profile=desktop(), vram="830M")
 
 
-def test_a_model_that_nobody_recorded_has_a_range_around_its_speed(assumed: Plan) -> None:
+def test_a_model_without_recorded_routing_has_a_range_around_its_speed(assumed: Plan) -> None:
     assert assumed.statistics_basis == "assumed"
     assert "gpt-oss-20b and DeepSeek-V2-Lite" in assumed.statistics_source
     assert assumed.speed is not None

@@ -145,7 +145,7 @@ def test_fp4(seed: int, rows: int, groups: int) -> None:
 
 @pytest.mark.parametrize("place", ["modelopt", "mistral", "micro"])
 def test_scales_in_other_places(place: str) -> None:
-    """Scales of blocks with extra dimensions; beside the weight; of 32 columns as exponents."""
+    """Scales with extra dimensions (ModelOpt), of another name (Mistral), as exponents (MX)."""
     weight = matrix(0, 200, 192)
     block = (1, 32) if place == "micro" else (128, 128)
     dtype = torch.float8_e8m0fnu if place == "micro" else torch.float32

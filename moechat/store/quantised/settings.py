@@ -85,7 +85,7 @@ def read_settings(config: dict[str, Any], directory: Path) -> Settings | None:
         content = _read_modelopt(where)
     if content is None:
         return None
-    if isinstance(content, dict) and "expert_dtype" in config:  # DeepSeek-V4 says it beside the quantisation
+    if isinstance(content, dict) and "expert_dtype" in config:  # DeepSeek-V4: beside its quantisation_config
         content = {"expert_dtype": config["expert_dtype"], **content}
     names = [part.get(key) for part in (text, config) for key in ("dtype", "torch_dtype")]
     dtype = "F16" if next((name for name in names if name), None) == "float16" else "BF16"
