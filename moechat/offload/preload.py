@@ -70,14 +70,16 @@ class Preloader:
 
 
 def _load(runner: _native.ExpertRunner, experts: npt.NDArray[np.int32], stop: threading.Event) -> None:
-    done = 0
+    done, idle = 0, False
     while not stop.is_set():
         try:
+            # This also books what has landed, so it is called once more after the link has become idle.
             done += runner.preload(experts[done:], _QUEUED_BYTES)
-            if done >= len(experts):
-                stats = runner.stats()
-                if stats["link_queued"] + stats["link_in_flight"] == 0:
-                    return
+            if idle and done >= len(experts):
+                return
+            stats = runner.stats()
         except RuntimeError:  # closed meanwhile
             return
-        stop.wait(_PAUSE_S)
+        idle = stats["link_queued"] + stats["link_in_flight"] == 0
+        if not (idle and done >= len(experts)):
+            stop.wait(_PAUSE_S)

@@ -12,6 +12,7 @@ from tiny import tiny_config
 
 import moechat
 from moechat.cli.commands.plan import render
+from moechat.configurator.warm_start import default_statistics
 from moechat.options import LoadOptions
 from moechat.planning import Plan
 from moechat.planning.cases import Cases
@@ -95,16 +96,19 @@ def test_recorded_tokens_narrow_the_range_until_none_is_left(
     options = LoadOptions.parse({"vram": "830M"})
     found = find_model("demo", None)
     demo = Cases(found, find_machine(desktop(), gpu=True), LoadOptions.parse({"vram": "4G"}))
+    # Not those of ``demo``, to which other tests of this process may have added recorded tokens.
+    sizes = (demo.shape.layers, demo.shape.experts, demo.shape.top_k)
+    counted = default_statistics(found.config.model_type, *sizes, policy=options.settings.policy)
     widths = []
     for tokens in (0, 400, 3999, 4000):
-        seen = replace(demo.routing.statistics, tokens=tokens) if tokens else None
-        if seen is not None:
+        seen = None
+        if tokens:
             share = tokens / 100_000
             counts = {
-                name: (getattr(seen, name) * share).astype("int64")
+                name: (getattr(counted, name) * share).astype("int64")
                 for name in ("predicted", "activations", "ranks", "hits_of_prediction", "ranks_of_prediction")
             }
-            seen = replace(seen, **counts)
+            seen = replace(counted, tokens=tokens, **counts)
         monkeypatch.setattr(routing, "saved_statistics", lambda *_arguments, seen=seen: seen)
         bounds = routing_of(found, "qwen3_moe", demo.shape, options.settings).bounds
         if bounds is None:
