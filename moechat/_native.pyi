@@ -23,7 +23,7 @@ _U16: TypeAlias = npt.NDArray[np.uint16]
 _U32: TypeAlias = npt.NDArray[np.uint32]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F64: TypeAlias = npt.NDArray[np.float64]
-_Biases: TypeAlias = tuple[_F32, _F32, _F32]
+_Biases: TypeAlias = tuple[_F32, _F32 | None, _F32]
 _RoutingCounts: TypeAlias = tuple[int, _I64, _I64, _I64, _I64, _I64]
 _HitKind: TypeAlias = Literal["full", "prefetch", "top", "miss"]
 _Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -37,6 +37,7 @@ class Gate:
         limit: Clamp, above 0; infinite: none.
         offset: Added to up.
         clamps_result: The limit applies to ``act(gate)``, not to gate.
+        gated: Multiplied by up; else that is all, as in experts without a gate projection.
 
     Raises:
         ValueError: Unknown activation, or the limit is not above 0.
@@ -50,6 +51,7 @@ class Gate:
         limit: float = ...,
         offset: float = 0.0,
         clamps_result: bool = False,
+        gated: bool = True,
     ) -> None: ...
 
 class BlockLayout:
@@ -63,6 +65,7 @@ class BlockLayout:
         bits: 2, 3, 4, 8 or 16.
         fp16: 16-bit values are fp16 patterns instead of bf16.
         has_bias: Records carry gate, up and down biases.
+        gated: Records carry gate and up; else one input projection, called gate, and no up.
 
     Raises:
         ValueError: A value is out of range.
@@ -75,6 +78,7 @@ class BlockLayout:
         bits: int,
         fp16: bool = False,
         has_bias: bool = False,
+        gated: bool = True,
     ) -> None: ...
     @property
     def hidden_size(self) -> int: ...
@@ -95,6 +99,8 @@ class BlockLayout:
     def fp16(self) -> bool: ...
     @property
     def has_bias(self) -> bool: ...
+    @property
+    def gated(self) -> bool: ...
     @property
     def hidden_padded(self) -> int:
         """``hidden_size`` rounded up to 64."""
@@ -243,6 +249,7 @@ def kept_layout(
     down: str,
     has_bias: bool = False,
     record_bytes: int = 0,
+    gated: bool = True,
 ) -> BlockLayout:
     """The layout of records that keep encodings.
 
@@ -253,6 +260,7 @@ def kept_layout(
         down: Encoding of down.
         has_bias: As :class:`BlockLayout`.
         record_bytes: Least size of a record, a multiple of 4096, so that layers can have records of one size.
+        gated: As :class:`BlockLayout`.
 
     Raises:
         ValueError: An encoding is unknown, a value is out of range, or rows are not whole blocks.
@@ -261,7 +269,7 @@ def kept_layout(
 def pack_kept(
     layout: BlockLayout,
     gate: _U8,
-    up: _U8,
+    up: _U8 | None,
     down: _U8,
     biases: _Biases | None,
     out: _U8,
@@ -272,7 +280,7 @@ def pack_kept(
     Args:
         layout: One of :func:`kept_layout`.
         gate: uint8 [intermediate, bytes of a row]; rows may be strided.
-        up: As ``gate``.
+        up: As ``gate``; ``None`` if the layout has none.
         down: uint8 [hidden, bytes of a row].
         biases: As :func:`pack_expert`.
         out: [blocks, record_bytes], C order, writable; every byte is written.
@@ -285,7 +293,7 @@ def pack_kept(
 def pack_expert(
     layout: BlockLayout,
     gate: _Weights,
-    up: _Weights,
+    up: _Weights | None,
     down: _Weights,
     biases: _Biases | None,
     out: _U8,
@@ -301,7 +309,7 @@ def pack_expert(
     Args:
         layout: Format of the records.
         gate: [intermediate, hidden], float32, float16 or uint16 (bfloat16 patterns); any strides.
-        up: As ``gate``.
+        up: As ``gate``; ``None`` if the layout has none.
         down: [hidden, intermediate], otherwise as ``gate``.
         biases: Gate [intermediate], up [intermediate] and down [hidden]; ``None`` if the layout has none.
         out: [blocks, record_bytes], C order, writable; every byte is written.
@@ -324,8 +332,8 @@ def pack_quantized(
     layout: BlockLayout,
     gate_q: _U8,
     gate_s: _U32,
-    up_q: _U8,
-    up_s: _U32,
+    up_q: _U8 | None,
+    up_s: _U32 | None,
     down_q: _U8,
     down_s: _U32,
     biases: _Biases | None,
@@ -342,7 +350,7 @@ def pack_quantized(
         gate_q: Codes [intermediate, hidden], C order.
         gate_s: Scales [intermediate, ceil(hidden / 64)], C order: scale words (:func:`fit_scale_words`), or
             at 8 bits the float16 pattern of the scale plus 65536 times that of the zero.
-        up_q: As ``gate_q``.
+        up_q: As ``gate_q``; ``None`` if the layout has no up.
         up_s: As ``gate_s``.
         down_q: Codes [hidden, intermediate].
         down_s: Scales [hidden, ceil(intermediate / 64)], as ``gate_s``.
@@ -376,7 +384,7 @@ def fit_scale_words(bits: int, scales: _F32, zeros: _F32) -> _U32:
 def read_scale_words(words: _U32) -> tuple[_F32, _I32, _I32]:
     """Return what scale words [groups] stand for: steps [groups], factors and offsets [groups, 2]."""
 
-def unpack_expert(layout: BlockLayout, records: _U8) -> tuple[_F32, _F32, _F32, _Biases | None]:
+def unpack_expert(layout: BlockLayout, records: _U8) -> tuple[_F32, _F32 | None, _F32, _Biases | None]:
     """Return the dequantised weights of one expert, without padding, as the kernels use them.
 
     Args:
@@ -384,7 +392,8 @@ def unpack_expert(layout: BlockLayout, records: _U8) -> tuple[_F32, _F32, _F32, 
         records: [blocks, record_bytes], C order.
 
     Returns:
-        float32 gate and up [intermediate, hidden], down [hidden, intermediate], biases or None.
+        float32 gate and up [intermediate, hidden], down [hidden, intermediate], biases or None. Up is None if
+        the layout has none.
 
     Raises:
         ValueError: Shape or type does not match.

@@ -1,6 +1,8 @@
 """Shapes of expert layers and of their blocks.
 
-An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons.
+An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons. Some
+models have experts without a gate projection, ``y = W_down · act(W x)``; here ``W`` is called gate, and there
+is no up.
 ``native/src/kernels/layout/block_layout.h`` defines the byte layout of a block record; this module takes its
 sizes from there.
 """
@@ -75,6 +77,7 @@ class Gate:
         limit: Clamp, above 0; infinite: none.
         offset: Added to up.
         clamps_result: The limit applies to ``act(gate)``, not to gate.
+        gated: There are two projections, gate and up; else the first factor is all.
 
     Raises:
         UsageError: A constant is out of range.
@@ -85,9 +88,11 @@ class Gate:
     limit: float = math.inf
     offset: float = 0.0
     clamps_result: bool = False
+    gated: bool = True
 
     def __post_init__(self) -> None:
-        if not self.limit > 0 or not math.isfinite(self.alpha + self.offset):
+        nothing_added = self.gated or self.offset == 0
+        if not self.limit > 0 or not math.isfinite(self.alpha + self.offset) or not nothing_added:
             raise UsageError(f"a gate with {self.to_json()} cannot be computed")
 
     @cached_property
@@ -100,7 +105,10 @@ class Gate:
 
     def to_json(self) -> dict[str, Any]:
         """Values for a manifest, as JSON types; no clamp is a ``limit`` of ``None``."""
-        return {**asdict(self), "limit": None if math.isinf(self.limit) else self.limit}
+        values = {**asdict(self), "limit": None if math.isinf(self.limit) else self.limit}
+        if self.gated:
+            del values["gated"]  # as before there were others
+        return values
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gate:
@@ -135,11 +143,12 @@ class ExpertGeometry:
         bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised). Of kept encodings the
             nearest of the first four to the mean bits of their codes: their kernels are about as fast.
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
-        gate: The computation between the projections.
+        gate: The computation between the projections; of the first layer if they differ.
         has_bias: Gate, up and down carry biases.
         kept: For every expert layer the encodings of gate and up and of down, by the names of
             :func:`moechat._native.kept_encodings`, if the records keep the values of the source; else empty.
             The records of all layers have the size of the largest.
+        layer_gates: For every expert layer its gate, if they differ; else empty.
 
     Raises:
         UsageError: A value is out of range.
@@ -153,8 +162,11 @@ class ExpertGeometry:
     gate: Gate = field(default_factory=Gate)
     has_bias: bool = False
     kept: tuple[tuple[str, str], ...] = ()
+    layer_gates: tuple[Gate, ...] = ()
 
     def __post_init__(self) -> None:
+        if any(gate.gated != self.gate.gated for gate in self.layer_gates):
+            raise UsageError("some layers have an up projection, and others none")
         if self.bits not in SUPPORTED_BITS:
             raise UsageError(f"{self.bits} bits are not supported", hint=f"choose one of {SUPPORTED_BITS}")
         for name in ("hidden_size", "intermediate_size", "num_experts"):
@@ -181,6 +193,7 @@ class ExpertGeometry:
             bits=self.bits,
             fp16=self.weight_type is WeightType.FP16,
             has_bias=self.has_bias,
+            gated=self.gate.gated,
         )
 
     @cached_property
@@ -193,7 +206,7 @@ class ExpertGeometry:
 
         def made(pair: tuple[str, str], record_bytes: int) -> _native.BlockLayout:
             sizes = (self.hidden_size, self.intermediate_size)
-            return _native.kept_layout(*sizes, *pair, self.has_bias, record_bytes)
+            return _native.kept_layout(*sizes, *pair, self.has_bias, record_bytes, self.gate.gated)
 
         try:
             largest = max(made(pair, 0).record_bytes for pair in set(self.kept))
@@ -205,6 +218,21 @@ class ExpertGeometry:
     def layout_of(self, ordinal: int) -> _native.BlockLayout:
         """The layout of expert layer ``ordinal``, counted from 0."""
         return self.layouts[ordinal] if self.kept else self.layout
+
+    def gate_of(self, ordinal: int) -> Gate:
+        """The gate of expert layer ``ordinal``, counted from 0."""
+        return self.layer_gates[ordinal] if self.layer_gates else self.gate
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert, without biases and padding."""
+        return (3 if self.gate.gated else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_biases(self) -> int:
+        """Biases of one expert."""
+        inputs = (2 if self.gate.gated else 1) * self.intermediate_size
+        return inputs + self.hidden_size if self.has_bias else 0
 
     @property
     def wanted(self) -> int:
@@ -244,8 +272,12 @@ class ExpertGeometry:
     def to_json(self) -> dict[str, Any]:
         """Values for a manifest, as JSON types."""
         values = {**asdict(self), "gate": self.gate.to_json()}
-        kept = values.pop("kept")
-        return {**values, "kept": [list(pair) for pair in kept]} if kept else values
+        kept, gates = values.pop("kept"), values.pop("layer_gates")
+        if kept:
+            values["kept"] = [list(pair) for pair in kept]
+        if gates:
+            values["layer_gates"] = [gate.to_json() for gate in self.layer_gates]
+        return values
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ExpertGeometry:
@@ -259,6 +291,7 @@ class ExpertGeometry:
             known["weight_type"] = WeightType(known["weight_type"])
             known["gate"] = Gate.from_json(known["gate"]) if "gate" in known else _flat_gate(known)
             known["kept"] = tuple((str(gate_up), str(down)) for gate_up, down in known.get("kept", ()))
+            known["layer_gates"] = tuple(Gate.from_json(gate) for gate in known.get("layer_gates", ()))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"expert geometry is not readable: {error}") from error

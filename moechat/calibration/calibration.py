@@ -46,9 +46,12 @@ class TextCalibration:
         def experts(
             ordinal: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
         ) -> torch.Tensor:
-            records = convert_layer(ordinal, lambda: LayerPacker(self.geometry, hidden, index, weights))
+            records = convert_layer(
+                ordinal, lambda: LayerPacker(self.geometry, ordinal, hidden, index, weights)
+            )
             # The later layers get what these quantised experts compute, as they will when the model is used.
-            return ExpertLayer(self.geometry, records, ExpertCounters()).forward(hidden, index, weights)
+            layer = ExpertLayer(self.geometry, records, ExpertCounters(), ordinal=ordinal)
+            return layer.forward(hidden, index, weights)
 
         keys = [key for layer in self.plan.read_before for key in layer]
         try:

@@ -29,7 +29,7 @@ def calibrated_seconds(plan: CheckpointPlan, bits: int, top_k: int) -> float:
     """
     whole = plan.geometry(bits)
     tokens = MOST_ROWS * ROW_TOKENS * top_k / whole.num_experts  # of an expert
-    weights = 3 * whole.hidden_size * whole.intermediate_size
+    weights = whole.expert_weights
     columns = whole.hidden_size + whole.intermediate_size
 
     generator = torch.Generator().manual_seed(0)
@@ -41,15 +41,21 @@ def calibrated_seconds(plan: CheckpointPlan, bits: int, top_k: int) -> float:
     geometry = replace(whole, num_experts=1, intermediate_size=_NEURONS, hidden_size=_COLUMNS, has_bias=False)
     out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
     rows, down = matrix.numpy(), matrix.T.contiguous().numpy()
-    packing = _fastest(
-        lambda: _native.pack_expert(geometry.layout, rows, rows, down, None, out, feedback=given)
-    ) / (3 * _NEURONS * _COLUMNS)
+    packing = (
+        _fastest(
+            lambda: _native.pack_expert(
+                geometry.layout, rows, rows if geometry.gate.gated else None, down, None, out, feedback=given
+            )
+        )
+        / geometry.expert_weights
+    )
     measuring = _fastest(lambda: moments(inputs)) / (_TOKENS * _COLUMNS)
     solving = _fastest(lambda: feedback(measured, _COLUMNS)) / _COLUMNS
     multiplying = _fastest(lambda: inputs @ matrix.T) / (_TOKENS * _NEURONS * _COLUMNS)
 
-    # Activations take two of the three products of an expert, the pass itself all of them.
-    products = multiplying * tokens * weights * (2 / 3 + 1)
+    # Activations take all products of an expert but that with down, the pass itself all of them.
+    of_down = whole.hidden_size * whole.intermediate_size
+    products = multiplying * tokens * (2 * weights - of_down)
     of_expert = packing * weights + (measuring * tokens + solving) * columns + products
     return of_expert * whole.num_experts * len(plan.layers)
 

@@ -26,17 +26,24 @@ class LayerPacker:
     """Packs the experts of one layer; experts that the router chose more often are measured better."""
 
     def __init__(
-        self, geometry: ExpertGeometry, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self,
+        geometry: ExpertGeometry,
+        ordinal: int,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
         """Take the inputs of the layer's experts.
 
         Args:
             geometry: Of the store.
+            ordinal: Of the layer among those with experts, from 0.
             hidden: float32 ``[tokens, hidden]``.
             index: Chosen experts ``[tokens, k]``.
             weights: Their router weights ``[tokens, k]``.
         """
         self._geometry = geometry
+        self._gate = geometry.gate_of(ordinal)
         self._hidden = hidden
         self._index = index
         self._weights = weights.float()
@@ -51,7 +58,8 @@ class LayerPacker:
         # An error in the output of a token counts as much as the router weighs it.
         shares = self._weights[tokens, slots].square()
         shares *= len(shares) / shares.sum().clamp(min=1e-30)
-        gate, up = (_tensor(matrix) for matrix in matrices[:2])
+        gate, up = (None if matrix is None else _tensor(matrix) for matrix in matrices[:2])
+        assert gate is not None
         of_inputs = feedback(
             moments(inputs, shares) + _PRIOR_TOKENS * self._of_any_token, self._geometry.hidden_size
         )
@@ -64,19 +72,20 @@ class LayerPacker:
         inputs: torch.Tensor,
         shares: torch.Tensor,
         gate: torch.Tensor,
-        up: torch.Tensor,
+        up: torch.Tensor | None,
         biases: Biases | None,
     ) -> Feedback:
         """Feedback for the columns of down, for inputs ``[tokens, hidden]`` and shares ``[tokens]``."""
-        gates, ups = inputs @ gate.T, inputs @ up.T
-        if biases is not None:
-            gates += torch.from_numpy(biases[0])
-            ups += torch.from_numpy(biases[1])
-        active = apply_gate(self._geometry.gate, gates, ups)
+        found_rows = []
+        for matrix, bias in zip((gate, up), (biases or (None, None))[:2], strict=True):
+            if matrix is not None:
+                rows = inputs @ matrix.T
+                found_rows.append(rows if bias is None else rows + torch.from_numpy(bias))
+        active = apply_gate(self._gate, *found_rows)
         found = moments(active, shares)
         diagonal = found.diagonal(dim1=1, dim2=2)
         prior = torch.zeros(diagonal.numel())
-        prior[: len(gate)] = _expected_squares(gate, up)
+        prior[: len(gate)] = _expected_squares(gate, gate if up is None else up)
         total = float(diagonal.sum())
         scale = total / (len(inputs) * float(prior.sum())) if total > 0 else 1.0
         diagonal += _PRIOR_TOKENS * scale * prior.reshape(diagonal.shape)

@@ -294,7 +294,7 @@ def _convert_seconds(
     times = []
     for _ in range(2):
         start = time.perf_counter()
-        pack((values, values, np.ascontiguousarray(values.T)), None, out)
+        pack((values, values if geometry.gate.gated else None, np.ascontiguousarray(values.T)), None, out)
         times.append(time.perf_counter() - start)
-    all_weights = 3 * whole.intermediate_size * whole.hidden_size * whole.num_experts * len(plan.layers)
-    return min(times) * all_weights / (3 * neurons * columns)
+    all_weights = whole.expert_weights * whole.num_experts * len(plan.layers)
+    return min(times) * all_weights / geometry.expert_weights

@@ -22,7 +22,7 @@ from moechat.models.expert_tensors import named_experts, plan_named_layer
 from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
 from moechat.models.read_order import first_reads
-from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
+from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, experts_geometry, load_config
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 from moechat.store.kept import kept_encodings
@@ -144,7 +144,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
     reads = first_reads(skeleton)
     weight_type = _weight_type(checkpoint, layers)
-    geometry = skeleton.experts[0].geometry(16, weight_type)
+    geometry = experts_geometry(skeleton.experts, 16, weight_type)
     kept, not_kept = kept_encodings(checkpoint, geometry, layers)
     plan = CheckpointPlan(
         model_type=config.model_type,
@@ -218,24 +218,24 @@ def _plan_layer(
             raise CheckpointError(f"{checkpoint.title} has no tensors for {name}")
         return targets[name]
 
-    size, interleaved = entry.intermediate_size, entry.interleaved
+    size, interleaved, gated = entry.intermediate_size, entry.interleaved, entry.gate.gated
     gate_rows, up_rows = ((0, 2), (1, 2)) if interleaved else ((0, 1), (size, 1))
-    gate_up, down = source("gate_up_proj"), source("down_proj")
-    biases = (source("gate_up_proj_bias"), source("down_proj_bias")) if entry.has_bias else None
+    inputs, down = source(entry.inputs_name), source("down_proj")
+    biases = (source(f"{entry.inputs_name}_bias"), source("down_proj_bias")) if entry.has_bias else None
     experts = []
     for index in range(entry.num_experts):
-        vectors: dict[str, VectorRef] = {}
+        vectors: dict[str, VectorRef | None] = {}
         if biases is not None:
             first, second = (_only_key(target) for target in biases)
             vectors = {
                 "gate_bias": VectorRef(first, index, gate_rows[0], gate_rows[1], size),
-                "up_bias": VectorRef(first, index, up_rows[0], up_rows[1], size),
+                "up_bias": VectorRef(first, index, up_rows[0], up_rows[1], size) if gated else None,
                 "down_bias": VectorRef(second, index, 0, 1, entry.hidden_size),
             }
         experts.append(
             ExpertRef(
-                gate=_matrix(entry, gate_up, checkpoint, index, 0, *gate_rows, size),
-                up=_matrix(entry, gate_up, checkpoint, index, 1, *up_rows, size),
+                gate=_matrix(entry, inputs, checkpoint, index, 0, *gate_rows, size),
+                up=_matrix(entry, inputs, checkpoint, index, 1, *up_rows, size) if gated else None,
                 down=_matrix(entry, down, checkpoint, index, 0, 0, 1, entry.hidden_size),
                 **vectors,
             )

@@ -1,7 +1,7 @@
 """Experts whose matrices a checkpoint names one by one, whatever the model's parameters are.
 
 GGUF files are opened under such names: ``experts.LAYER.EXPERT.PART.weight`` and ``.bias``, where PART is
-gate, up, down, or gate_up for both, gate's rows first.
+gate, up, down, or gate_up for both, gate's rows first. Without a gate projection there are up and down.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 
 _NAME = re.compile(r"experts\.\d+\.\d+\.(gate|up|down|gate_up)\.(weight|bias)")
-_PARTS = ("gate", "up", "down")
 
 
 def expert_name(layer: int, expert: int, part: str, kind: str) -> str:
@@ -38,12 +37,16 @@ def plan_named_layer(
     """
     size, hidden = entry.intermediate_size, entry.hidden_size
     shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
+    # By their names in the reference; see ExpertRef.
+    parts = (
+        {"gate": "gate", "up": "up", "down": "down"} if entry.gate.gated else {"up": "gate", "down": "down"}
+    )
     experts = []
     for expert in range(entry.num_experts):
-        refs: dict[str, MatrixRef | VectorRef] = {}
-        for part in _PARTS:
+        refs: dict[str, MatrixRef | VectorRef | None] = {"up": None}
+        for part, name in parts.items():
             key, start = _place(entry, names, checkpoint, expert, part, "weight")
-            refs[part] = matrix = MatrixRef(key, None, start, 1, shapes[part][0])
+            refs[name] = matrix = MatrixRef(key, None, start, 1, shapes[part][0])
             whole = checkpoint.info(key)[1]
             rows = shapes[part][0] * (2 if key.endswith("gate_up.weight") else 1)
             if tuple(whole) != (rows, shapes[part][1]):
@@ -53,7 +56,7 @@ def plan_named_layer(
                 )
             if entry.has_bias:
                 key, start = _place(entry, names, checkpoint, expert, part, "bias")
-                refs[f"{part}_bias"] = VectorRef(key, None, start, 1, matrix.rows)
+                refs[f"{name}_bias"] = VectorRef(key, None, start, 1, matrix.rows)
         experts.append(ExpertRef(**refs))  # type: ignore[arg-type]
     return ExpertLayerSource(layer=entry.layer, module=entry.name, experts=tuple(experts))
 
@@ -66,7 +69,7 @@ def _place(
     if key in names:
         return key, 0
     fused = expert_name(entry.layer, expert, "gate_up", kind)
-    if part != "down" and fused in names:
+    if entry.gate.gated and part != "down" and fused in names:
         return fused, entry.intermediate_size if part == "up" else 0
     raise CheckpointError(
         f"{checkpoint.title} lacks the {kind} {part!r} of expert {expert} in layer {entry.layer}",

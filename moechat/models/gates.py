@@ -3,7 +3,7 @@
 transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Its
 results for known inputs tell the constants of a :class:`~moechat.geometry.Gate`, and whether gate and up are
 interleaved. The gate that they make is then compared over a wide range. A gate without a match is rejected,
-not approximated.
+not approximated. Experts without a gate projection apply ``act_fn`` alone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from moechat.geometry import Activation, Gate
 _HUGE = 1e6
 _DIGITS = 9
 
-# [tokens, intermediate] of gate and of up to the result.
-_Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# [tokens, intermediate] of gate and, if the experts have it, of up, to the result.
+_Function = Callable[..., torch.Tensor]
 
 
-def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
-    """Reference implementation of the kernels' gates; both inputs ``[tokens, intermediate]``."""
+def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Reference implementation of the kernels' gates; inputs ``[tokens, intermediate]``, up if it exists."""
     if not gate.clamps_result:
         gate_rows = gate_rows.clamp(max=gate.limit)
     active = _act(gate, gate_rows)
     if gate.clamps_result:
         active = active.clamp(max=gate.limit)
+    if up_rows is None:
+        return active
     return active * (up_rows.clamp(-gate.limit, gate.limit) + gate.offset)
 
 
@@ -60,10 +62,10 @@ def recognise_gate(experts: Any, name: str) -> tuple[Gate, bool]:
         first.
 
     Raises:
-        UnsupportedModelError: The experts have no gate, or the kernels do not have their gate.
+        UnsupportedModelError: The kernels do not have their gate.
     """
     if not getattr(experts, "has_gate", True):
-        raise UnsupportedModelError(f"{name} has experts without a gate projection, which moechat cannot run")
+        return _recognise_activation(experts, name), False
     for interleaved in (False, True):
         function = _probed(experts, name, interleaved)
         for gate in _candidates(function):
@@ -72,6 +74,29 @@ def recognise_gate(experts: Any, name: str) -> tuple[Gate, bool]:
     raise UnsupportedModelError(
         f"{name} computes a gate that moechat does not have (it has {', '.join(Activation)}, with a slope, a "
         "clamp and an offset)",
+        hint=f"the experts class is {type(experts).__name__}",
+    )
+
+
+def _recognise_activation(experts: Any, name: str) -> Gate:
+    """The gate of experts without a gate projection: their activation alone."""
+
+    def function(rows: torch.Tensor) -> torch.Tensor:
+        try:
+            with torch.no_grad():
+                found: torch.Tensor = experts.act_fn(rows)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{name} has an activation that could not be probed: {error}"
+            ) from error
+        return found
+
+    for activation in Activation:
+        gate = Gate(activation, gated=False)
+        if _same(function, gate):
+            return gate
+    raise UnsupportedModelError(
+        f"{name} computes an activation that moechat does not have (it has {', '.join(Activation)})",
         hint=f"the experts class is {type(experts).__name__}",
     )
 
@@ -133,7 +158,8 @@ def _same(function: _Function, gate: Gate) -> bool:
     gate_rows = torch.cat([ends, torch.linspace(-40, 40, 41), torch.linspace(-3, 3, 55)]).repeat(2, 1)
     count = gate_rows.shape[1]
     up_rows = torch.stack([torch.linspace(-300, 300, count), torch.linspace(2, -2, count)])
-    found, wanted = function(gate_rows, up_rows), apply_gate(gate, gate_rows, up_rows)
+    rows = (gate_rows, up_rows) if gate.gated else (gate_rows,)
+    found, wanted = function(*rows), apply_gate(gate, *rows)
     # The third term allows for cancellation, where torch's vectorisation decides the last bits of the
     # operands. Different gates differ a thousand times more.
     allowed = 1e-6 + 1e-5 * wanted.abs() + 2e-6 * (gate_rows * up_rows).abs()

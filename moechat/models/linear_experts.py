@@ -62,12 +62,13 @@ def _expert(
     def bias(part: str, size: int) -> VectorRef | None:
         return VectorRef(key(part, "bias"), None, 0, 1, size) if entry.has_bias else None
 
-    size, hidden = entry.intermediate_size, entry.hidden_size
+    size, hidden, gated = entry.intermediate_size, entry.hidden_size, entry.gate.gated
+    first = "gate" if gated else "up"  # see ExpertRef
     return ExpertRef(
-        gate=matrix("gate", size),
-        up=matrix("up", size),
+        gate=matrix(first, size),
+        up=matrix("up", size) if gated else None,
         down=matrix("down", hidden),
-        gate_bias=bias("gate", size),
-        up_bias=bias("up", size),
+        gate_bias=bias(first, size),
+        up_bias=bias("up", size) if gated else None,
         down_bias=bias("down", hidden),
     )

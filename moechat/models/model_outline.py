@@ -97,9 +97,8 @@ class ModelOutline:
     @property
     def expert_weights(self) -> int:
         """Weights of one expert, biases included."""
-        entry = self.experts
-        biases = 2 * entry.intermediate_size + entry.hidden_size if entry.has_bias else 0
-        return 3 * entry.hidden_size * entry.intermediate_size + biases
+        geometry = self.experts.geometry(16)
+        return geometry.expert_weights + geometry.expert_biases
 
     @property
     def parameters(self) -> int:

@@ -7,9 +7,9 @@ and only their shapes kept, because expert weights are read from the block store
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class ExpertsModule:
         hidden_size: Columns of gate and up.
         intermediate_size: Neurons of one expert.
         transposed: Parameters are ``[experts, in, out]`` instead of ``[experts, out, in]``.
-        has_bias: ``gate_up_proj_bias`` and ``down_proj_bias`` exist.
+        has_bias: ``gate_up_proj_bias``, or ``up_proj_bias``, and ``down_proj_bias`` exist.
         gate: The computation between the projections.
         interleaved: Rows of gate and up alternate; else all gate rows come first.
     """
@@ -67,17 +67,22 @@ class ExpertsModule:
     interleaved: bool
 
     @property
+    def inputs_name(self) -> str:
+        """Parameter with the input projections: ``gate_up_proj``, or ``up_proj`` without gates."""
+        return _inputs_name(self.gate.gated)
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Full names of the removed parameters."""
-        names = ("gate_up_proj", "down_proj")
-        biases = ("gate_up_proj_bias", "down_proj_bias") if self.has_bias else ()
+        names = (self.inputs_name, "down_proj")
+        biases = tuple(f"{name}_bias" for name in names) if self.has_bias else ()
         return tuple(f"{self.name}.{suffix}" for suffix in names + biases)
 
     def parameter_shape(self, name: str) -> tuple[int, int, int]:
-        """Shape of the removed parameter ``gate_up_proj`` or ``down_proj``, by its full name."""
+        """Shape of the removed parameter :attr:`inputs_name` or ``down_proj``, by its full name."""
         first, second = self.hidden_size, self.intermediate_size
-        fused = name.endswith("gate_up_proj")
-        rows, columns = (2 * second, first) if fused else (first, second)
+        inputs = name.endswith(self.inputs_name)
+        rows, columns = ((2 if self.gate.gated else 1) * second, first) if inputs else (first, second)
         return (self.num_experts, columns, rows) if self.transposed else (self.num_experts, rows, columns)
 
     def geometry(self, bits: int, weight_type: WeightType = WeightType.BF16) -> ExpertGeometry:
@@ -99,6 +104,15 @@ class ExpertsModule:
             gate=self.gate,
             has_bias=self.has_bias,
         )
+
+
+def experts_geometry(
+    experts: Sequence[ExpertsModule], bits: int, weight_type: WeightType = WeightType.BF16
+) -> ExpertGeometry:
+    """Shape, encoding and gates of all expert layers; otherwise as :meth:`ExpertsModule.geometry`."""
+    geometry = experts[0].geometry(bits, weight_type)
+    gates = tuple(entry.gate for entry in experts)
+    return replace(geometry, layer_gates=gates) if len(set(gates)) > 1 else geometry
 
 
 @dataclass(frozen=True)
@@ -239,16 +253,15 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
         gate, interleaved = recognise_gate(module, name)
         transposed = bool(module.is_transposed)
         has_bias = bool(getattr(module, "has_bias", False))
-        known = {"gate_up_proj", "down_proj"} | (
-            {"gate_up_proj_bias", "down_proj_bias"} if has_bias else set()
-        )
+        inputs = _inputs_name(gate.gated)
+        known = {inputs, "down_proj"} | ({f"{inputs}_bias", "down_proj_bias"} if has_bias else set())
         present = {key for key, value in module.named_parameters() if value is not None}
         if present != known:
             raise UnsupportedModelError(
                 f"{name} has parameters {sorted(present)}; moechat understands {sorted(known)}"
             )
-        shape = tuple(module.gate_up_proj.shape)
-        num_experts, hidden, double = shape if transposed else (shape[0], shape[2], shape[1])
+        shape = tuple(getattr(module, inputs).shape)
+        num_experts, hidden, rows = shape if transposed else (shape[0], shape[2], shape[1])
         found.append(
             ExpertsModule(
                 name=name,
@@ -256,7 +269,7 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
                 module=module,
                 num_experts=num_experts,
                 hidden_size=hidden,
-                intermediate_size=double // 2,
+                intermediate_size=rows // 2 if gate.gated else rows,
                 transposed=transposed,
                 has_bias=has_bias,
                 gate=gate,
@@ -264,6 +277,10 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
             )
         )
     return found
+
+
+def _inputs_name(gated: bool) -> str:
+    return "gate_up_proj" if gated else "up_proj"
 
 
 def _summary(error: Exception) -> str:
@@ -292,9 +309,8 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
         raise UnsupportedModelError(
             f"model type {model_type!r} has several expert modules in one decoder layer"
         )
-    gates = {(entry.gate, entry.interleaved) for entry in experts}
-    if len(gates) != 1:
-        raise UnsupportedModelError(f"the layers of {model_type!r} compute {len(gates)} different gates")
+    if len({(entry.gate.gated, entry.interleaved) for entry in experts}) != 1:
+        raise UnsupportedModelError(f"the layers of {model_type!r} arrange their projections differently")
     shapes = {(e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias) for e in experts}
     if len(shapes) != 1:
         raise UnsupportedModelError(

@@ -99,7 +99,7 @@ class ExpertLayer:
         geometry = self.geometry
         self._experts = _native.ResidentExperts(
             geometry.layout_of(self.ordinal),
-            geometry.gate.native,
+            geometry.gate_of(self.ordinal).native,
             self.records,
             self.activation_bits,
         )

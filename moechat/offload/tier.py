@@ -228,6 +228,7 @@ class ExpertTier:
                 far_records=memory.far_records,
                 far_experts=memory.far_experts,
                 layer_layouts=list(geometry.layouts),
+                layer_gates=[gate.native for gate in geometry.layer_gates],
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
@@ -443,7 +444,7 @@ def _family_knowledge(store: Store, top_k: int, settings: CacheSettings) -> Know
         bits=geometry.bits,
         block_bytes=geometry.record_bytes,
         blocks_per_expert=geometry.blocks_per_expert,
-        expert_weights=3 * geometry.hidden_size * geometry.intermediate_size,
+        expert_weights=geometry.expert_weights,
         dense_bytes=0,
         head_bytes=0,
         dense_itemsize=4,

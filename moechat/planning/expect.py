@@ -68,8 +68,8 @@ class Expected:
 
 def _dense_weights(cases: Cases) -> int:
     geometry = cases.geometry
-    expert = 3 * geometry.hidden_size * geometry.intermediate_size
-    return max(0, cases.outline.parameters - cases.shape.layers * geometry.num_experts * expert)
+    experts = cases.shape.layers * geometry.num_experts * geometry.expert_weights
+    return max(0, cases.outline.parameters - experts)
 
 
 def expect(

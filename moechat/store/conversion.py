@@ -211,18 +211,21 @@ class Conversion:
     def _rearrange(self, layout: _native.BlockLayout, expert: ExpertRef, out: NDArray[np.uint8]) -> None:
         """Write an expert with its values as they are in the source."""
         source = self._checkpoint
-        rows = [source.encoded_rows(ref) for _, ref in expert.matrices]
-        _native.pack_kept(layout, rows[0], rows[1], rows[2], self._biases(expert), out)
+        gate, down = source.encoded_rows(expert.gate), source.encoded_rows(expert.down)
+        up = None if expert.up is None else source.encoded_rows(expert.up)
+        _native.pack_kept(layout, gate, up, down, self._biases(expert), out)
 
     def _matrices(self, expert: ExpertRef) -> Matrices:
         source = self._checkpoint
-        return source.matrix(expert.gate), source.matrix(expert.up), source.matrix(expert.down)
+        up = None if expert.up is None else source.matrix(expert.up)
+        return source.matrix(expert.gate), up, source.matrix(expert.down)
 
     def _biases(self, expert: ExpertRef) -> Biases | None:
         source = self._checkpoint
-        if expert.gate_bias is None or expert.up_bias is None or expert.down_bias is None:
+        if expert.gate_bias is None or expert.down_bias is None:
             return None
-        return source.vector(expert.gate_bias), source.vector(expert.up_bias), source.vector(expert.down_bias)
+        up = None if expert.up_bias is None else source.vector(expert.up_bias)
+        return source.vector(expert.gate_bias), up, source.vector(expert.down_bias)
 
 
 def _numbered(pack: Packer) -> PackExpert:

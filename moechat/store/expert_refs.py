@@ -79,10 +79,13 @@ class VectorRef:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRef:
-    """One expert: gate and up ``[intermediate, hidden]``, down ``[hidden, intermediate]``, biases or none."""
+    """One expert: gate and up ``[intermediate, hidden]``, down ``[hidden, intermediate]``, biases or none.
+
+    Without a gate projection, the only input projection is called gate, and up is ``None``.
+    """
 
     gate: MatrixRef
-    up: MatrixRef
+    up: MatrixRef | None
     down: MatrixRef
     gate_bias: VectorRef | None = None
     up_bias: VectorRef | None = None
@@ -90,13 +93,15 @@ class ExpertRef:
 
     @property
     def matrices(self) -> tuple[tuple[str, MatrixRef], ...]:
-        """``("gate", ref), ("up", ref), ("down", ref)``."""
-        return (("gate", self.gate), ("up", self.up), ("down", self.down))
+        """``("gate", ref), ("up", ref), ("down", ref)``, as far as they exist."""
+        up = () if self.up is None else (("up", self.up),)
+        return (("gate", self.gate), *up, ("down", self.down))
 
     @property
     def biases(self) -> tuple[tuple[str, VectorRef | None], ...]:
-        """``("gate", ref), ("up", ref), ("down", ref)``."""
-        return (("gate", self.gate_bias), ("up", self.up_bias), ("down", self.down_bias))
+        """``("gate", ref), ("up", ref), ("down", ref)`` of the matrices that exist."""
+        found = {"gate": self.gate_bias, "up": self.up_bias, "down": self.down_bias}
+        return tuple((name, found[name]) for name, _ in self.matrices)
 
     def tensors(self) -> Iterator[str]:
         """Names of all tensors that this expert is read from, with repetitions."""

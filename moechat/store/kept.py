@@ -37,7 +37,8 @@ def kept_encodings(
         if None in every:
             key = layer.experts[0].gate.key
             return (), f"layer {layer.layer} has experts of another type ({key})" if quantised else ""
-        for name, kinds in (("gate and up", names["gate"] | names["up"]), ("down", names["down"])):
+        inputs = "gate and up" if names["up"] else "up"  # without a gate projection
+        for name, kinds in ((inputs, names["gate"] | names["up"]), ("down", names["down"])):
             if len(kinds) > 1:
                 types = " and ".join(sorted(str(kind).upper() for kind in kinds))
                 return (), f"the {name} matrices of layer {layer.layer} are {types}"
@@ -68,8 +69,15 @@ def require_for_gpu(geometry: ExpertGeometry, name: str) -> None:
     """Check that kernels for GPUs read the experts of a store.
 
     Raises:
-        UnsupportedModelError: They are kept in the encodings of their source.
+        UnsupportedModelError: They are kept in the encodings of their source, or have gates that the kernels
+            lack.
     """
+    lacking = "without a gate projection" if not geometry.gate.gated else "with gates that differ by layer"
+    if not geometry.gate.gated or geometry.layer_gates:
+        raise UnsupportedModelError(
+            f"{name} has experts {lacking}, which kernels for GPUs do not compute",
+            hint="run it on the CPU: --device cpu",
+        )
     if geometry.kept:
         raise UnsupportedModelError(
             f"the experts of {name} are stored as {geometry.title}, which kernels for GPUs do not read",

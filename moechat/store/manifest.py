@@ -23,7 +23,8 @@ from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModel
 from moechat.geometry import ExpertGeometry, WeightType, scale_columns
 from moechat.store.safetensors_file import strict_json
 
-# Stores whose experts keep the encodings of their source have format 3, all others 2.
+# Stores whose experts keep the encodings of their source, have no gate projection, or gates that differ by
+# layer, have format 3, all others 2.
 FORMAT_VERSION = 3
 _QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
@@ -171,7 +172,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION if self.geometry.kept else _QUANTISED_FORMAT,
+            "format_version": FORMAT_VERSION if _needs_newest(self.geometry) else _QUANTISED_FORMAT,
             "source": asdict(self.source),
             "created_by": dict(self.created_by),
             "model_type": self.model_type,
@@ -248,8 +249,8 @@ class Manifest:
         if root.content["neuron_order"] is not None:
             raise ValueError("neuron_order is not null")
         geometry = _geometry(root.object("geometry"))
-        if (root.integer("format_version", 1) > _QUANTISED_FORMAT) != bool(geometry.kept):
-            raise ValueError("its format does not fit the encodings of its experts")
+        if (root.integer("format_version", 1) > _QUANTISED_FORMAT) != _needs_newest(geometry):
+            raise ValueError("its format does not fit its experts")
         quantisation = root.object("quantisation")
         quantisation.exactly(["method", "group_size", "axis", "solver"])
         manifest = cls(
@@ -285,6 +286,8 @@ class Manifest:
             raise ValueError(f"the solver {self.quantisation.solver!r} is unknown")
         if self.geometry.kept and len(self.geometry.kept) != len(self.layers):
             raise ValueError(f"kept has {len(self.geometry.kept)} layers of {len(self.layers)}")
+        if self.geometry.layer_gates and len(self.geometry.layer_gates) != len(self.layers):
+            raise ValueError(f"layer_gates has {len(self.geometry.layer_gates)} layers of {len(self.layers)}")
         names = [item.file for item in self.layers]
         if len(set(names)) != len(names):
             raise ValueError("two layers share a file")
@@ -364,19 +367,30 @@ def _geometry(reader: _Reader) -> ExpertGeometry:
     values["weight_type"] = reader.string("weight_type")
     values["has_bias"] = reader.boolean("has_bias")
     if "gate" in reader.content:
-        gate = reader.object("gate")
-        read = {"activation": gate.string("activation"), "clamps_result": gate.boolean("clamps_result")}
-        read |= {name: gate.number(name) for name in ("alpha", "offset")}
-        read["limit"] = None if gate.content.get("limit", 0) is None else gate.number("limit")
-        gate.exactly(list(read))
-        values["gate"] = read
+        values["gate"] = _gate(reader.object("gate"))
     else:  # of versions that did not compose gates
         values["activation"] = reader.string("activation")
         values |= {name: reader.number(name) for name in ("alpha", "limit")}
     if "kept" in reader.content:
         values["kept"] = _kept(reader.content["kept"])
+    if "layer_gates" in reader.content:
+        values["layer_gates"] = [_gate(gate) for gate in reader.objects("layer_gates", MAX_LAYERS)]
     reader.exactly(list(values))
     return ExpertGeometry.from_json(values)
+
+
+def _gate(gate: _Reader) -> dict[str, Any]:
+    read = {"activation": gate.string("activation"), "clamps_result": gate.boolean("clamps_result")}
+    read |= {name: gate.number(name) for name in ("alpha", "offset")}
+    read["limit"] = None if gate.content.get("limit", 0) is None else gate.number("limit")
+    if "gated" in gate.content:
+        read["gated"] = gate.boolean("gated")
+    gate.exactly(list(read))
+    return read
+
+
+def _needs_newest(geometry: ExpertGeometry) -> bool:
+    return bool(geometry.kept or geometry.layer_gates or not geometry.gate.gated)
 
 
 def _kept(pairs: Any) -> list[list[str]]:

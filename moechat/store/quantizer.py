@@ -22,8 +22,9 @@ QUANTIZERS = ("auto", "least-squares", "native", "hqq")
 _NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
 _FP16_MAX = 65504.0
 _NARROW = 1e-4  # hqq does not scale a range of values below this
-Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-Biases = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+# Of gate, up and down; up is None in experts without an up projection.
+Matrices = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]
+Biases = tuple[NDArray[np.float32], NDArray[np.float32] | None, NDArray[np.float32]]
 Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
@@ -47,8 +48,8 @@ def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
     """Create a function that writes one expert into ``uint8 [blocks, record_bytes]``.
 
     It takes the matrices gate, up ``[intermediate, hidden]`` and down ``[hidden, intermediate]`` (float32,
-    float16, or uint16 for bf16, any strides), the biases or ``None``, and the output. When it quantises, it
-    raises ``ValueError`` for weights that are not finite.
+    float16, or uint16 for bf16, any strides), the biases or ``None``, and the output; up is ``None`` in both
+    if the experts have none. When it quantises, it raises ``ValueError`` for weights that are not finite.
     """
     if solver == "hqq":
         return _HqqPacker(geometry, "cuda" if _cuda_available() else "cpu")
@@ -71,6 +72,8 @@ def relative_loss(geometry: ExpertGeometry, matrices: Matrices, record: NDArray[
     """
     error = size = 0.0
     for matrix, packed in zip(matrices, _native.unpack_expert(geometry.layout, record)[:3], strict=True):
+        if matrix is None or packed is None:
+            continue
         weights = matrix.astype(np.float32)
         if matrix.dtype == np.uint16:
             weights = (matrix.astype(np.uint32) << 16).view(np.float32)
@@ -94,10 +97,12 @@ class _HqqPacker:
 
     def __call__(self, matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]) -> None:
         gate, up, down = matrices
+        up_codes, up_scales = (None, None) if up is None else self._quantize("up", up)
         _native.pack_quantized(
             self._geometry.layout,
             *self._quantize("gate", gate),
-            *self._quantize("up", up),
+            up_codes,
+            up_scales,
             *self._quantize("down", down),
             biases,
             out,

@@ -4,6 +4,7 @@ refused with a fact about the model.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,29 @@ def test_a_type_is_refused_for_a_reason(name: str) -> None:
     assert any(REFUSED[name] in message for message in messages), messages
 
 
-def test_layers_with_different_gates_are_refused() -> None:
+def test_layers_may_have_gates_of_their_own(tmp_path: Path, moechat_home: Path) -> None:
     """As in Step-3.7, which clamps two of its layers."""
     config = tiny_family("step3p7")
     text = config.get_text_config()
     text.mlp_layer_types = ["dense", "dense", "sparse", "sparse"]
-    text.swiglu_limits = [0.0, 0.0, 0.0, 7.0]
-    with pytest.raises(UnsupportedModelError, match="compute 2 different gates"):
-        build_skeleton(config, torch.float32)
+    text.swiglu_limits = [0.0, 0.0, 0.0, 1.0]
+    text.eos_token_id = None
+    write_tiny_checkpoint(tmp_path, config)
+    model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    experts = [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+    for module in experts:
+        module.gate_up_proj.data *= 8  # or nothing would reach the limit
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode(), one_thread():
+        wanted = model(input_ids=torch.tensor([TOKENS])).logits[0]
+        experts[1].limit = math.inf
+        assert float((model(input_ids=torch.tensor([TOKENS])).logits[0] - wanted).abs().max()) > 1e-2
+    for options in ({}, {"ram": "1G"}):
+        with moechat.load(tmp_path, bits=16, dense_bits=16, dtype="float32", **options) as engine:
+            gates = engine.loaded.store.geometry.layer_gates
+            assert [gate.limit for gate in gates] == [math.inf, 1.0]
+            found = engine.logits(TOKENS)
+        assert float((found - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.abs().max()))
 
 
 def test_the_manual_names_every_type() -> None:

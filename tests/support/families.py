@@ -127,7 +127,6 @@ REFUSED = {
     "jetmoe": "computes its experts in JetMoe",
     "longcat_flash": "computes its experts in LongcatFlashExperts",
     "muse_spark": "normalises each expert's output",
-    "nemotron_h": "has experts without a gate projection",
 }
 # The same for people, where the message is about the test's configuration.
 REASONS = {
@@ -141,7 +140,6 @@ REASONS = {
     "jetmoe": "attention has experts too, in a form of its own",
     "longcat_flash": "its routers also choose experts that have no weights",
     "muse_spark": "each expert's output is normalised",
-    "nemotron_h": "its experts have no gate projection",
 }
 # Their part for pictures is too large to write in a test, or transformers does not load what it has written
 # (aria_text): that for text is built, and its experts are found.

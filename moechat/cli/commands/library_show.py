@@ -71,9 +71,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
     store = Store.open(entry.path)
     geometry = store.geometry
     config = _text_config(entry.path / "config.json")
-    per_expert = 3 * geometry.hidden_size * geometry.intermediate_size
-    if geometry.has_bias:
-        per_expert += 2 * geometry.intermediate_size + geometry.hidden_size
+    per_expert = geometry.expert_weights + geometry.expert_biases
     # A token reads one row of the embedding table, unless the table is also the head: then all of it.
     sizes = {key: math.prod(store.dense.info(key)[1]) for key in store.dense}
     dense = sum(sizes.values())

@@ -21,13 +21,13 @@ constexpr NamedActivation kActivations[] = {
 
 // Throws ValueError.
 inline GateSpec gate_spec(const std::string& activation, float alpha, float limit, float offset,
-                          bool clamps_result) {
+                          bool clamps_result, bool gated) {
   std::string names;
   for (const NamedActivation& known : kActivations) {
     names += (names.empty() ? "" : ", ") + std::string(known.name);
     if (activation != known.name) continue;
     if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; it must be positive");
-    return {known.kind, alpha, limit, offset, clamps_result};
+    return {known.kind, alpha, limit, offset, clamps_result, gated};
   }
   refuse("activation \"" + activation + "\" is unknown; choose one of: " + names);
 }

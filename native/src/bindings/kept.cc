@@ -27,9 +27,9 @@ Encoding encoding_of(const std::string& name) {
 
 BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size,
                            const std::string& gate_up, const std::string& down, bool has_bias,
-                           std::int64_t record_bytes) {
+                           std::int64_t record_bytes, bool gated) {
   return make_kept_layout(hidden_size, intermediate_size, encoding_of(gate_up), encoding_of(down), has_bias,
-                          record_bytes);
+                          record_bytes, gated);
 }
 
 FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encoding, std::int64_t count,
@@ -43,15 +43,16 @@ FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encodin
   return {static_cast<const unsigned char*>(rows.data()), rows.strides(0)};
 }
 
-void pack_kept_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
+void pack_kept_py(const BlockLayout& layout, const py::array& gate, const std::optional<py::array>& up,
                   const py::array& down, const BiasArrays& biases, py::array out,
                   std::optional<int> threads) {
   if (!layout.kept) refuse("this layout does not keep the values of files");
+  require_up(layout, up);
   const auto bias = checked_biases(layout, biases);
   const std::int64_t neurons = layout.intermediate_size;
   const std::int64_t hidden = layout.hidden_size;
   const FileExpert source{file_matrix("gate", gate, layout.encoding, neurons, hidden),
-                          file_matrix("up", up, layout.encoding, neurons, hidden),
+                          up ? file_matrix("up", *up, layout.encoding, neurons, hidden) : FileMatrix{},
                           file_matrix("down", down, layout.down_encoding, hidden, neurons),
                           bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
@@ -127,7 +128,8 @@ py::dict kept_encodings_py() {
 
 void bind_kept(py::module_& m) {
   m.def("kept_layout", &kept_layout_py, py::arg("hidden_size"), py::arg("intermediate_size"),
-        py::arg("gate_up"), py::arg("down"), py::arg("has_bias") = false, py::arg("record_bytes") = 0);
+        py::arg("gate_up"), py::arg("down"), py::arg("has_bias") = false, py::arg("record_bytes") = 0,
+        py::arg("gated") = true);
   m.def("decode_file_rows", &decode_file_rows_py, py::arg("encoding"), py::arg("rows"), py::arg("out"));
   m.def("kept_encodings", &kept_encodings_py);
   m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),

@@ -52,7 +52,7 @@ ColumnFeedback checked_feedback(const char* name, const FeedbackArrays& arrays, 
   return feedback;
 }
 
-void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
+void pack_expert_py(const BlockLayout& layout, const py::array& gate, const std::optional<py::array>& up,
                     const py::array& down, const BiasArrays& biases, py::array out,
                     std::optional<int> threads, const std::string& solver,
                     const std::optional<std::pair<FeedbackArrays, FeedbackArrays>>& feedback) {
@@ -60,9 +60,11 @@ void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::
   if (feedback && (!layout.quantised() || chosen != Solver::kLeastSquares)) {
     refuse("feedback needs the least-squares solver and fewer than 16 bits");
   }
+  require_up(layout, up);
   const auto bias = checked_biases(layout, biases);
-  const ExpertSource source{matrix_source("gate", gate, layout.intermediate_size, layout.hidden_size),
-                            matrix_source("up", up, layout.intermediate_size, layout.hidden_size),
+  const std::int64_t rows = layout.intermediate_size;
+  const ExpertSource source{matrix_source("gate", gate, rows, layout.hidden_size),
+                            up ? matrix_source("up", *up, rows, layout.hidden_size) : MatrixSource{},
                             matrix_source("down", down, layout.hidden_size, layout.intermediate_size),
                             bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
@@ -88,14 +90,17 @@ QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes
 }
 
 void pack_quantized_py(const BlockLayout& layout, const py::array& gate_q, const py::array& gate_s,
-                       const py::array& up_q, const py::array& up_s, const py::array& down_q,
-                       const py::array& down_s, const BiasArrays& biases, py::array out,
+                       const std::optional<py::array>& up_q, const std::optional<py::array>& up_s,
+                       const py::array& down_q, const py::array& down_s, const BiasArrays& biases, py::array out,
                        std::optional<int> threads) {
   const std::int64_t neurons = layout.intermediate_size;
   const std::int64_t hidden = layout.hidden_size;
+  require_up(layout, up_q);
+  require_up(layout, up_s);
   const auto bias = checked_biases(layout, biases);
   const QuantisedExpert source{quantised_matrix("gate", gate_q, gate_s, neurons, hidden),
-                               quantised_matrix("up", up_q, up_s, neurons, hidden),
+                               up_q ? quantised_matrix("up", *up_q, *up_s, neurons, hidden)
+                                    : QuantisedMatrix{},
                                quantised_matrix("down", down_q, down_s, hidden, neurons),
                                bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
@@ -141,27 +146,33 @@ py::tuple read_scale_words_py(const py::array& words) {
   return py::make_tuple(steps, factors, offsets);
 }
 
+// What belongs to the up projection, or None if there is none.
+py::object or_none(const BlockLayout& layout, const py::array& of_up) {
+  return layout.gated ? py::object(of_up) : py::none();
+}
+
 py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) {
   const auto* from = checked<std::uint8_t>("records", records, {layout.blocks, layout.record_bytes});
   py::array_t<float> gate({layout.intermediate_size, layout.hidden_size});
-  py::array_t<float> up({layout.intermediate_size, layout.hidden_size});
+  const std::int64_t ups = layout.gated ? layout.intermediate_size : 0;
+  py::array_t<float> up({ups, layout.hidden_size});
   py::array_t<float> down({layout.hidden_size, layout.intermediate_size});
   ExpertTarget target{gate.mutable_data(), up.mutable_data(), down.mutable_data(), nullptr, nullptr, nullptr};
   py::object biases = py::none();
   if (layout.has_bias) {
     py::array_t<float> gate_bias(layout.intermediate_size);
-    py::array_t<float> up_bias(layout.intermediate_size);
+    py::array_t<float> up_bias(ups);
     py::array_t<float> down_bias(layout.hidden_size);
     target.gate_bias = gate_bias.mutable_data();
     target.up_bias = up_bias.mutable_data();
     target.down_bias = down_bias.mutable_data();
-    biases = py::make_tuple(gate_bias, up_bias, down_bias);
+    biases = py::make_tuple(gate_bias, or_none(layout, up_bias), down_bias);
   }
   {
     const ReleaseGil released;
     unpack_expert(layout, from, target);
   }
-  return py::make_tuple(gate, up, down, biases);
+  return py::make_tuple(gate, or_none(layout, up), down, biases);
 }
 
 // Copies of the indices from which kernels compute addresses, so that they stay as checked: the caller's
@@ -276,10 +287,11 @@ PYBIND11_MODULE(_native, m) {
   py::class_<GateSpec>(m, "Gate").def(py::init(&gate_spec), py::arg("activation") = "silu", py::kw_only(),
                                       py::arg("alpha") = 1.0f,
                                       py::arg("limit") = std::numeric_limits<float>::infinity(),
-                                      py::arg("offset") = 0.0f, py::arg("clamps_result") = false);
+                                      py::arg("offset") = 0.0f, py::arg("clamps_result") = false,
+                                      py::arg("gated") = true);
   py::class_<BlockLayout>(m, "BlockLayout")
       .def(py::init(&make_block_layout), py::arg("hidden_size"), py::arg("intermediate_size"),
-           py::arg("bits"), py::arg("fp16") = false, py::arg("has_bias") = false)
+           py::arg("bits"), py::arg("fp16") = false, py::arg("has_bias") = false, py::arg("gated") = true)
       .def_readonly("hidden_size", &BlockLayout::hidden_size)
       .def_readonly("intermediate_size", &BlockLayout::intermediate_size)
       .def_readonly("bits", &BlockLayout::bits)
@@ -290,6 +302,7 @@ PYBIND11_MODULE(_native, m) {
                              [](const BlockLayout& layout) { return encoding_name(layout.down_encoding); })
       .def_readonly("fp16", &BlockLayout::fp16)
       .def_readonly("has_bias", &BlockLayout::has_bias)
+      .def_readonly("gated", &BlockLayout::gated)
       .def_readonly("hidden_padded", &BlockLayout::hidden_padded)
       .def_readonly("blocks", &BlockLayout::blocks)
       .def_readonly("record_bytes", &BlockLayout::record_bytes)
@@ -314,7 +327,7 @@ PYBIND11_MODULE(_native, m) {
                     ? std::string("encodings=") + encoding_name(layout.encoding) + "/" +
                           encoding_name(layout.down_encoding)
                     : "bits=" + std::to_string(layout.bits) + ", fp16=" + (layout.fp16 ? "True" : "False")) +
-               ", has_bias=" + (layout.has_bias ? "True" : "False") + ")";
+               ", has_bias=" + (layout.has_bias ? "True" : "False") + (layout.gated ? "" : ", gated=False") + ")";
       });
 
   m.def("cpu_features", [] {

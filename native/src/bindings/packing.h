@@ -11,15 +11,27 @@
 
 namespace moechat {
 
-using BiasArrays = std::optional<std::tuple<py::array, py::array, py::array>>;
+// Those of gate, up (None if the layout has no up projection) and down.
+using BiasArrays = std::optional<std::tuple<py::array, std::optional<py::array>, py::array>>;
+
+// Refuses an up projection where the layout has none, and the other way round.
+template <class T>
+void require_up(const BlockLayout& layout, const std::optional<T>& up) {
+  if (up.has_value() != layout.gated) {
+    refuse(layout.gated ? "up is None, but the layout has an up projection"
+                        : "the layout has no up projection");
+  }
+}
 
 inline std::optional<ExpertBiases> checked_biases(const BlockLayout& layout, const BiasArrays& biases) {
   if (biases.has_value() != layout.has_bias) {
     refuse(layout.has_bias ? "the layout has biases, but none were given" : "the layout has no biases");
   }
   if (!biases) return std::nullopt;
+  const auto& up = std::get<1>(*biases);
+  require_up(layout, up);
   return ExpertBiases{checked<float>("gate bias", std::get<0>(*biases), {layout.intermediate_size}),
-                      checked<float>("up bias", std::get<1>(*biases), {layout.intermediate_size}),
+                      up ? checked<float>("up bias", *up, {layout.intermediate_size}) : nullptr,
                       checked<float>("down bias", std::get<2>(*biases), {layout.hidden_size})};
 }
 

@@ -42,6 +42,7 @@ struct Field {
 
 constexpr int kMatrices = 3;
 
+// Without an up projection, up has no tiles and no rows.
 struct Fields {
   Field field[kMatrices];
 };
@@ -50,9 +51,10 @@ inline Fields fields_of(const BlockLayout& layout) {
   const std::int64_t hidden = layout.hidden_size;
   const std::int64_t neurons = layout.intermediate_size;
   const std::int64_t down_tiles = layout.hidden_padded / kTileRows;
+  const std::int64_t up_tiles = layout.gated ? kTilesPerBlock : 0;
   return {{{"gate", layout.gate_q, layout.gate_sz, kTilesPerBlock, layout.groups, neurons, hidden, true,
             layout.encoding, layout.group_bytes, layout.gate_super},
-           {"up", layout.up_q, layout.up_sz, kTilesPerBlock, layout.groups, neurons, hidden, true,
+           {"up", layout.up_q, layout.up_sz, up_tiles, layout.groups, layout.gated ? neurons : 0, hidden, true,
             layout.encoding, layout.group_bytes, layout.up_super},
            {"down", layout.down_q, layout.down_sz, down_tiles, 1, hidden, neurons, false,
             layout.down_encoding, layout.down_group_bytes, layout.down_super}}};
@@ -93,7 +95,7 @@ inline void write_tails(const BlockLayout& layout, const ExpertBiases* biases, u
     const std::int64_t neuron = block * kBlockNeurons;
     const std::int64_t neurons = std::min<std::int64_t>(kBlockNeurons, layout.intermediate_size - neuron);
     store_floats(record + layout.gate_bias, biases->gate + neuron, neurons);
-    store_floats(record + layout.up_bias, biases->up + neuron, neurons);
+    if (layout.gated) store_floats(record + layout.up_bias, biases->up + neuron, neurons);
     const std::int64_t row = std::min(block * layout.down_bias_rows, layout.hidden_size);
     const std::int64_t rows = std::min(layout.down_bias_rows, layout.hidden_size - row);
     store_floats(record + layout.down_bias, biases->down + row, rows);

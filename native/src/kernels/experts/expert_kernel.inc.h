@@ -158,9 +158,11 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
   const std::int64_t groups = layout.groups;
   const std::int64_t bytes = layout.group_bytes;
   const unsigned char* gate = record + layout.gate_q + tile * groups * bytes;
-  const unsigned char* up = record + layout.up_q + tile * groups * bytes;
+  // Without an up projection, up is not read.
+  const unsigned char* up = record + (layout.gated ? layout.up_q : layout.gate_q) + tile * groups * bytes;
   const unsigned char* gate_sz = record + layout.gate_sz + tile * groups * kScaleBytes;
-  const unsigned char* up_sz = record + layout.up_sz + tile * groups * kScaleBytes;
+  const unsigned char* up_sz =
+      record + (layout.gated ? layout.up_sz : layout.gate_sz) + tile * groups * kScaleBytes;
   const float* x[kTokens];
   const float* x_sums[kTokens];
   for (int t = 0; t < kTokens; ++t) {
@@ -174,12 +176,17 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
   for (std::int64_t g = 0; g < groups; ++g) {
     prefetch_bytes(gate + kPrefetchBytes, bytes);
     prefetch_bytes(up + kPrefetchBytes, bytes);
+    bool done = false;
     if constexpr (kTokens == 1 && kPairStreams) {
-      const unsigned char* const streams[2] = {gate, up};
-      const unsigned char* const scales[2] = {gate_sz, up_sz};
-      add_group<E>(streams, scales, x, x_sums, acc);
-    } else {
-      for (int m = 0; m < 2; ++m) {
+      if (layout.gated) {
+        const unsigned char* const streams[2] = {gate, up};
+        const unsigned char* const scales[2] = {gate_sz, up_sz};
+        add_group<E>(streams, scales, x, x_sums, acc);
+        done = true;
+      }
+    }
+    if (!done) {
+      for (int m = 0; m < (layout.gated ? 2 : 1); ++m) {
         const unsigned char* const stream[1] = {m == 0 ? gate : up};
         const unsigned char* const scales[1] = {m == 0 ? gate_sz : up_sz};
         Vec one[1][kTokens];
@@ -206,7 +213,7 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
     if (layout.has_bias) {
       const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
       acc[0][t] = add(acc[0][t], load(record + layout.gate_bias + at));
-      acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
+      if (layout.gated) acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
     }
     const Vec value = gate_lanes(task.gate, acc[0][t], acc[1][t]);
     store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows, mul(value, factors));
@@ -223,7 +230,7 @@ MOECHAT_INLINE void neuron_tiles(const ForwardTask& task, std::int64_t entry, in
     // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
     const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
     prefetch_bytes(next + task.layout->gate_q, kPrefetchBytes);
-    prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
+    if (task.layout->gated) prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
   }
   std::int64_t t = 0;
   for (; t + kFloatTokens <= count; t += kFloatTokens)

@@ -27,6 +27,36 @@ struct TileStream {
   const unsigned char* super = nullptr;  // of kept weights that have this field
 };
 
+// Where stream 0 or 1 of the neurons of a block is read from `tile` on: gate and up of this tile or, without
+// up projections, this tile and the next one; the last before `end` is computed twice if it is alone.
+struct NeuronStream {
+  std::int64_t q;
+  std::int64_t sz;
+  std::int64_t super;
+  std::int64_t tile;
+};
+
+MOECHAT_INLINE NeuronStream neuron_stream(const BlockLayout& layout, int stream, std::int64_t tile,
+                                          std::int64_t end) {
+  if (stream == 1 && layout.gated) return {layout.up_q, layout.up_sz, layout.up_super, tile};
+  return {layout.gate_q, layout.gate_sz, layout.gate_super,
+          stream == 1 && tile + 1 < end ? tile + 1 : tile};
+}
+
+// Tiles of neurons that two streams complete.
+MOECHAT_INLINE int tiles_a_step(const BlockLayout& layout) { return layout.gated ? 1 : 2; }
+
+// Both streams of the tiles from `tile` on, without what is read next.
+MOECHAT_INLINE void neuron_streams(const BlockLayout& layout, const unsigned char* record, std::int64_t tile,
+                                   std::int64_t end, TileStream (&streams)[2]) {
+  for (int s = 0; s < 2; ++s) {
+    const NeuronStream at = neuron_stream(layout, s, tile, end);
+    streams[s] = {record + at.q + at.tile * layout.groups * layout.group_bytes,
+                  record + at.sz + at.tile * layout.groups * kScaleBytes, nullptr, nullptr,
+                  super_tile(record, at.super, layout.encoding, at.tile, layout.groups, true)};
+  }
+}
+
 // Prefetches codes and their scales.
 MOECHAT_INLINE void prefetch_codes(const unsigned char* q, std::int64_t bytes, const unsigned char* sz,
                                    std::int64_t bytes_sz) {
@@ -101,15 +131,15 @@ MOECHAT_INLINE void store_neurons(const ForwardTask& task, const unsigned char* 
   if (layout.has_bias) {
     const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
     gate = add(gate, load(record + layout.gate_bias + at));
-    up = add(up, load(record + layout.up_bias + at));
+    if (layout.gated) up = add(up, load(record + layout.up_bias + at));
   }
   store(task.activations + slot * kBlockNeurons + tile * kTileRows, gate_lanes(task.gate, gate, up));
 }
 
-// Activations of 16 neurons (one tile) for kTokens tokens of one row.
+// Activations of the neurons that two streams complete, of tiles before `end`, for kTokens tokens of one row.
 template <class W, int kPlanes, int kTokens>
-void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
-                    std::int64_t slot, const TileStream (&streams)[2]) {
+void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int tile, int end,
+                    std::int64_t item, std::int64_t slot, const TileStream (&streams)[2]) {
   const BlockLayout& layout = *task.layout;
   TokenInputs inputs[kTokens];
   for (int t = 0; t < kTokens; ++t) {
@@ -119,7 +149,12 @@ void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int ti
   Vec acc[2][kTokens];
   tile_sums<W, kPlanes>(streams, layout.groups, inputs, task.reading.ahead,
                         Keeping::of(layout.encoding, true), acc);
-  for (int t = 0; t < kTokens; ++t) store_neurons(task, record, tile, slot + t, acc[0][t], acc[1][t]);
+  for (int t = 0; t < kTokens; ++t) {
+    store_neurons(task, record, tile, slot + t, acc[0][t], layout.gated ? acc[1][t] : zero());
+    if (!layout.gated && tile + 1 < end) {
+      store_neurons(task, record, tile + 1, slot + t, acc[1][t], zero());
+    }
+  }
 }
 
 // Activations of a block for one token. Reads first all codes of gate, then all of up, then goes on to those
@@ -132,12 +167,14 @@ void block_neurons_of(const ForwardTask& task, const unsigned char* record, std:
   const std::int64_t span_sz = layout.groups * kScaleBytes;
   const TokenInputs inputs[1] = {
       inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item] - task.token_base)};
-  const std::int64_t q[3] = {layout.gate_q, layout.up_q, layout.down_q};
-  const std::int64_t sz[3] = {layout.gate_sz, layout.up_sz, layout.down_sz};
+  const int matrices = layout.gated ? 2 : 1;
+  const std::int64_t q[3] = {layout.gate_q, layout.gated ? layout.up_q : layout.down_q, layout.down_q};
+  const std::int64_t sz[3] = {layout.gate_sz, layout.gated ? layout.up_sz : layout.down_sz, layout.down_sz};
   const std::int64_t super[2] = {layout.gate_super, layout.up_super};
   const Keeping keeping = Keeping::of(layout.encoding, true);
   Vec sums[2][kTilesPerBlock];
-  for (int matrix = 0; matrix < 2; ++matrix) {
+  for (Vec& sum : sums[1]) sum = zero();
+  for (int matrix = 0; matrix < matrices; ++matrix) {
     for (int tile = 0; tile < kTilesPerBlock; ++tile) {
       TileStream stream[1] = {
           {record + q[matrix] + tile * span, record + sz[matrix] + tile * span_sz, record + q[matrix + 1],
@@ -157,21 +194,21 @@ void block_neurons_of(const ForwardTask& task, const unsigned char* record, std:
   }
 }
 
-// Activations of one tile for all tokens of one row.
+// The same for all tokens of one row.
 template <class W, int kPlanes>
-MOECHAT_INLINE void neuron_tiles_of(const ForwardTask& task, const unsigned char* record, int tile,
+MOECHAT_INLINE void neuron_tiles_of(const ForwardTask& task, const unsigned char* record, int tile, int end,
                                     std::int64_t item, std::int64_t slot, std::int64_t count,
                                     const TileStream (&streams)[2]) {
   std::int64_t t = 0;
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= count; t += 4)
-      neuron_tile_of<W, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
+      neuron_tile_of<W, kPlanes, 4>(task, record, tile, end, item + t, slot + t, streams);
   }
   if constexpr (kPairsOfTokens<W>) {
     for (; t + 2 <= count; t += 2)
-      neuron_tile_of<W, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+      neuron_tile_of<W, kPlanes, 2>(task, record, tile, end, item + t, slot + t, streams);
   }
-  for (; t < count; ++t) neuron_tile_of<W, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+  for (; t < count; ++t) neuron_tile_of<W, kPlanes, 1>(task, record, tile, end, item + t, slot + t, streams);
 }
 
 MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t slot, std::int64_t count) {
@@ -188,8 +225,7 @@ MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t s
 template <class W, int kPlanes>
 void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const BlockLayout& layout = *task.layout;
-  const std::int64_t span = layout.groups * layout.group_bytes;
-  const std::int64_t span_sz = layout.groups * kScaleBytes;
+  const int step = tiles_a_step(layout);
   for (std::int64_t unit = begin; unit < end; ++unit) {
     const std::int64_t local = unit / kTilesPerBlock;
     const int tile = static_cast<int>(unit % kTilesPerBlock);
@@ -199,24 +235,23 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const bool many = task.many_x != nullptr && count >= task.many->threshold;
-    std::int64_t tiles = 1;
+    std::int64_t tiles = end - unit < kTilesPerBlock - tile ? end - unit : kTilesPerBlock - tile;
     if (many) {
-      tiles = end - unit < kTilesPerBlock - tile ? end - unit : kTilesPerBlock - tile;
       task.many->neurons(task, entry, tile, tile + tiles);
-      unit += tiles - 1;
     } else {
-      TileStream streams[2] = {
-          {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr,
-           super_tile(record, layout.gate_super, layout.encoding, tile, layout.groups, true)},
-          {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr,
-           super_tile(record, layout.up_super, layout.encoding, tile, layout.groups, true)}};
+      if (tiles > step) tiles = step;
+      const int tiles_end = tile + static_cast<int>(tiles);
+      TileStream streams[2];
+      TileStream next_streams[2];
+      neuron_streams(layout, record, tile, tiles_end, streams);
       // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
-      if (tile + 1 < kTilesPerBlock) {
-        for (TileStream& stream : streams) {
-          stream.next_q = stream.q + span;
-          stream.next_sz = stream.sz + span_sz;
+      if (tiles_end < kTilesPerBlock) {
+        neuron_streams(layout, record, tiles_end, kTilesPerBlock, next_streams);
+        for (int s = 0; s < 2; ++s) {
+          streams[s].next_q = next_streams[s].q;
+          streams[s].next_sz = next_streams[s].sz;
         }
-      } else if (unit + 1 == end && then >= 0) {
+      } else if (unit + tiles == end && then >= 0) {
         const unsigned char* first = reinterpret_cast<const unsigned char*>(task.block_ptr[task.entry_begin]);
         for (int s = 0; s < 2; ++s) {
           streams[s].next_q = first + layout.down_q + then * layout.down_group_bytes + s * task.reading.ahead;
@@ -225,13 +260,15 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       } else {
         const std::int64_t following = entry + 1 < task.list_end ? entry + 1 : entry;
         const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[following]);
-        streams[0].next_q = next + layout.gate_q;
-        streams[0].next_sz = next + layout.gate_sz;
-        streams[1].next_q = next + layout.up_q;
-        streams[1].next_sz = next + layout.up_sz;
+        neuron_streams(layout, next, 0, kTilesPerBlock, next_streams);
+        for (int s = 0; s < 2; ++s) {
+          streams[s].next_q = next_streams[s].q;
+          streams[s].next_sz = next_streams[s].sz;
+        }
       }
-      neuron_tiles_of<W, kPlanes>(task, record, tile, item, slot, count, streams);
+      neuron_tiles_of<W, kPlanes>(task, record, tile, tiles_end, item, slot, count, streams);
     }
+    unit += tiles - 1;
     // The thread that completes a block quantises it; several threads may share the tiles of a block.
     if (__atomic_add_fetch(task.tiles_done + local, static_cast<std::int32_t>(tiles), __ATOMIC_ACQ_REL) ==
         kTilesPerBlock) {
@@ -365,25 +402,23 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
 template <class W, int kPlanes>
 void entry_neurons_of(const ForwardTask& task, std::int64_t local) {
   const BlockLayout& layout = *task.layout;
-  const std::int64_t span = layout.groups * layout.group_bytes;
-  const std::int64_t span_sz = layout.groups * kScaleBytes;
+  const int step = tiles_a_step(layout);
   const std::int64_t entry = task.entry_begin + local;
   const auto [record, block, item, slot, count] = entry_of(task, entry);
   (void)block;
   const bool one_stream = task.reading.one_stream && count == 1;
   if (one_stream) block_neurons_of<W, kPlanes>(task, record, item, slot);
-  for (int tile = 0; !one_stream && tile < kTilesPerBlock; ++tile) {
-    TileStream streams[2] = {
-        {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr,
-         super_tile(record, layout.gate_super, layout.encoding, tile, layout.groups, true)},
-        {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr,
-         super_tile(record, layout.up_super, layout.encoding, tile, layout.groups, true)}};
+  for (int tile = 0; !one_stream && tile < kTilesPerBlock; tile += step) {
+    TileStream streams[2];
+    TileStream next_streams[2];
+    const bool last = tile + step == kTilesPerBlock;
+    neuron_streams(layout, record, tile, kTilesPerBlock, streams);
+    neuron_streams(layout, record, last ? tile : tile + step, kTilesPerBlock, next_streams);
     for (int s = 0; s < 2; ++s) {
-      const bool last = tile + 1 == kTilesPerBlock;
-      streams[s].next_q = last ? record + layout.down_q + s * task.reading.ahead : streams[s].q + span;
-      streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : streams[s].sz + span_sz;
+      streams[s].next_q = last ? record + layout.down_q + s * task.reading.ahead : next_streams[s].q;
+      streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : next_streams[s].sz;
     }
-    neuron_tiles_of<W, kPlanes>(task, record, tile, item, slot, count, streams);
+    neuron_tiles_of<W, kPlanes>(task, record, tile, tile + step, item, slot, count, streams);
   }
   quantise_activations(task, slot, count);
 }

@@ -61,8 +61,8 @@ void kept_neuron_tile(const ForwardTask& task, std::int64_t entry, int tile) {
   for (std::int64_t first = 0; first < count; first += kKeptTokens) {
     const std::int64_t tokens = count - first < kKeptTokens ? count - first : kKeptTokens;
     Vec acc[2][kKeptTokens];
-    for (int m = 0; m < 2; ++m) {
-      for (std::int64_t t = 0; t < tokens; ++t) acc[m][t] = zero();
+    for (std::int64_t t = 0; t < tokens; ++t) acc[0][t] = acc[1][t] = zero();
+    for (int m = 0; m < (layout.gated ? 2 : 1); ++m) {
       const unsigned char* super = super_tile(record, supers[m], layout.encoding, tile, layout.groups, true);
       for (std::int64_t g = 0; g < layout.groups; ++g) {
         const std::int64_t at = tile * layout.groups + g;

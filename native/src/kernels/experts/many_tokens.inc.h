@@ -114,24 +114,24 @@ void many_gather_slots_of(const ForwardTask& task, std::int64_t local) {
   }
 }
 
-// Gate (m = 0) and up rows of tiles of one block.
+// The rows of gate and up of tiles [tile, end) of one block, in pairs; see neuron_stream.
 template <class W>
 struct NeuronCodes {
   const BlockLayout& layout;
   const unsigned char* record;
-  std::int64_t tile;  // of pair 0
+  std::int64_t tile;
+  std::int64_t end;
   Keeping keeping;
 
   MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
-    const std::int64_t at = (tile + pair) * layout.groups + group;
+    const NeuronStream from = neuron_stream(layout, m, tile + pair * tiles_a_step(layout), end);
+    const std::int64_t at = from.tile * layout.groups + group;
     const unsigned char* super = nullptr;
     if constexpr (W::kKept) {
-      const std::int64_t field = m == 0 ? layout.gate_super : layout.up_super;
-      super = keeping.super_of(super_tile(record, field, layout.encoding, tile + pair, layout.groups, true),
-                               group);
+      super = keeping.super_of(
+          super_tile(record, from.super, layout.encoding, from.tile, layout.groups, true), group);
     }
-    return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * W::kGroupBytes,
-            record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes, super};
+    return {record + from.q + at * W::kGroupBytes, record + from.sz + at * kScaleBytes, super};
   }
   MOECHAT_INLINE Encoding encoding() const { return layout.encoding; }
 };
@@ -146,30 +146,32 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
   const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
   const std::int64_t following = entry + 1 < task.list_end ? entry + 1 : entry;
   const Keeping keeping = Keeping::of(layout.encoding, true);
-  const NeuronCodes<W> source{layout, record, begin, keeping};
+  const NeuronCodes<W> source{layout, record, begin, end, keeping};
   const bool ends = end == kTilesPerBlock;
   const NeuronCodes<W> then{layout,
                             ends ? reinterpret_cast<const unsigned char*>(task.block_ptr[following]) : record,
-                            ends ? 0 : end, keeping};
+                            ends ? 0 : end, kTilesPerBlock, keeping};
+  const int step = tiles_a_step(layout);
   const std::int64_t tiles = end - begin;
+  const std::int64_t pairs = (tiles + step - 1) / step;
   alignas(64) float acc[kTilesPerBlock * kPairSums];
   for (std::int64_t done = 0; done < count; done += kChunkTokens) {
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
     const TokenRows rows = gathered_rows<W, kPlanes>(task.many_x, layout.groups, item + done);
-    clear_sums(acc, tiles, tokens);
-    strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles, layout.groups,
+    clear_sums(acc, pairs, tokens);
+    strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, pairs, layout.groups,
                                         rows, tokens, nullptr, acc);
     for (std::int64_t i = 0; i < tiles; ++i) {
       Vec bias[2] = {zero(), zero()};
       if (layout.has_bias) {
         const std::int64_t at = (begin + i) * std::int64_t{kTileRows * sizeof(float)};
         bias[0] = load(record + layout.gate_bias + at);
-        bias[1] = load(record + layout.up_bias + at);
+        if (layout.gated) bias[1] = load(record + layout.up_bias + at);
       }
       for (std::int64_t t = 0; t < tokens; ++t) {
-        const float* sums = acc + i * kPairSums + t * 2 * kTileRows;
-        Vec gate = load(sums);
-        Vec up = load(sums + kTileRows);
+        const float* sums = acc + i / step * kPairSums + t * 2 * kTileRows;
+        Vec gate = load(sums + i % step * kTileRows);
+        Vec up = load(sums + kTileRows);  // without an up projection it has no effect
         if (layout.has_bias) {
           gate = add(gate, bias[0]);
           up = add(up, bias[1]);

@@ -115,16 +115,18 @@ void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits
 // are jointly normal with variances |G|^2 and |U|^2 (rows of gate and up) and covariance G.U, so
 //   E[g^2 u^2] = |G|^2 |U|^2 + 2 (G.U)^2.
 // SiLU and GELU are proportional to g near 0 and, on the positive half, far from it, so the factor of the
-// activation is about the same for all neurons.
+// activation is about the same for all neurons. Without an up projection the activation is usually a squared
+// ReLU, and E[max(g, 0)^4] is proportional to |G|^4; that is the formula with U = G.
 std::vector<float> neuron_importance(const KernelTable& kernel, const ExpertSource& source, int threads) {
   const std::int64_t tiles = (source.gate.rows + kTileRows - 1) / kTileRows;
+  const MatrixSource& up = source.up.rows > 0 ? source.up : source.gate;
   std::vector<float> importance(static_cast<std::size_t>(tiles * kTileRows));
   ThreadPool::Session session;
   session.parallel_for(threads > 0 ? threads : kMaxThreads, tiles, 1,
                        [&](std::int64_t begin, std::int64_t end) {
                          for (std::int64_t tile = begin; tile < end; ++tile) {
                            RowProducts sums;
-                           kernel.row_products(source.gate, source.up, tile * kTileRows, &sums);
+                           kernel.row_products(source.gate, up, tile * kTileRows, &sums);
                            for (std::int64_t lane = 0; lane < kTileRows; ++lane) {
                              importance[static_cast<std::size_t>(tile * kTileRows + lane)] =
                                  sums.aa[lane] * sums.bb[lane] + 2.0f * sums.ab[lane] * sums.ab[lane];
@@ -174,7 +176,8 @@ void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& so
   const Fields fields = fields_of(layout);
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
   const std::int64_t neuron_tiles = layout.blocks * kTilesPerBlock;
-  const std::int64_t tiles[kMatrices] = {neuron_tiles, neuron_tiles, layout.hidden_padded / kTileRows};
+  const std::int64_t tiles[kMatrices] = {neuron_tiles, layout.gated ? neuron_tiles : 0,
+                                         layout.hidden_padded / kTileRows};
   const auto scratch = static_cast<std::size_t>(std::max(feedback.inputs.width, feedback.neurons.width));
   std::atomic<bool> fine{true};
   // One unit is one tile of rows with all its columns, which depend on each other.
@@ -288,7 +291,7 @@ void unpack_expert(const BlockLayout& layout, const unsigned char* records, cons
       std::memcpy(to, record + from, static_cast<std::size_t>(count) * sizeof(float));
     };
     copy(target.gate_bias + neuron, layout.gate_bias, neurons);
-    copy(target.up_bias + neuron, layout.up_bias, neurons);
+    if (layout.gated) copy(target.up_bias + neuron, layout.up_bias, neurons);
     const std::int64_t row = std::min(block * layout.down_bias_rows, layout.hidden_size);
     copy(target.down_bias + row, layout.down_bias, std::min(layout.down_bias_rows, layout.hidden_size - row));
   }

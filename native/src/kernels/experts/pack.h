@@ -15,7 +15,8 @@ struct ExpertBiases {
   const float* down;
 };
 
-// gate, up [intermediate, hidden] and down [hidden, intermediate], any strides.
+// gate, up [intermediate, hidden] and down [hidden, intermediate], any strides. Here and below, without an up
+// projection the members for it are not read, and may be null or empty.
 struct ExpertSource {
   MatrixSource gate;
   MatrixSource up;

@@ -16,12 +16,14 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu2 };
 // The computation between the projections of an expert, elementwise:
 //   act(min(gate, limit)) * (clamp(up, -limit, limit) + offset), or
 //   min(act(gate), limit) * (clamp(up, -limit, limit) + offset) if clamps_result.
+// Without an up projection (gated = false) it is the first factor alone.
 struct GateSpec {
   Activation kind = Activation::kSilu;
   float alpha = 1.0f;  // kSilu: x * sigmoid(alpha * x)
   float limit = __builtin_inff();
   float offset = 0.0f;
   bool clamps_result = false;
+  bool gated = true;
 };
 
 // How scale and zero of a group of weights are found, see least_squares.inc.h and hqq_solver.inc.h.

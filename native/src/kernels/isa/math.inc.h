@@ -87,6 +87,7 @@ __attribute__((noinline)) Vec gate_lanes(const GateSpec& spec, Vec gate, Vec up)
   if (!spec.clamps_result) gate = min(limit, gate);
   Vec value = act_lanes(spec, gate);
   if (spec.clamps_result) value = min(limit, value);
+  if (!spec.gated) return value;
   up = min(limit, max(negative(limit), up));
   return mul(value, spec.offset == 0.0f ? up : add(up, set1(spec.offset)));
 }

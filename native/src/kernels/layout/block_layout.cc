@@ -35,13 +35,14 @@ Encoding encoding_of(int bits, bool fp16) {
 }
 
 // Sizes that do not depend on the encoding.
-BlockLayout make_shape(std::int64_t hidden_size, std::int64_t intermediate_size, bool has_bias) {
+BlockLayout make_shape(std::int64_t hidden_size, std::int64_t intermediate_size, bool has_bias, bool gated) {
   check_dimension("hidden_size", hidden_size);
   check_dimension("intermediate_size", intermediate_size);
   BlockLayout layout{};
   layout.hidden_size = hidden_size;
   layout.intermediate_size = intermediate_size;
   layout.has_bias = has_bias;
+  layout.gated = gated;
   layout.hidden_padded = round_up(hidden_size, kGroupColumns);
   layout.blocks = (intermediate_size + kBlockNeurons - 1) / kBlockNeurons;
   layout.groups = layout.hidden_padded / kGroupColumns;
@@ -60,16 +61,16 @@ void place_fields(BlockLayout* layout, bool scaled, const std::int64_t (&supers)
     return at;
   };
   layout->gate_q = take(true, tile_groups * layout->group_bytes);
-  layout->up_q = take(true, tile_groups * layout->group_bytes);
+  layout->up_q = take(layout->gated, tile_groups * layout->group_bytes);
   layout->down_q = take(true, tile_groups * layout->down_group_bytes);
   layout->gate_sz = take(scaled, tile_groups * kScaleBytes);
-  layout->up_sz = take(scaled, tile_groups * kScaleBytes);
+  layout->up_sz = take(scaled && layout->gated, tile_groups * kScaleBytes);
   layout->down_sz = take(scaled, tile_groups * kScaleBytes);
   layout->gate_super = take(supers[0] > 0, supers[0]);
-  layout->up_super = take(supers[1] > 0, supers[1]);
+  layout->up_super = take(supers[1] > 0 && layout->gated, supers[1]);
   layout->down_super = take(supers[2] > 0, supers[2]);
   layout->gate_bias = take(layout->has_bias, kBlockNeurons * std::int64_t{sizeof(float)});
-  layout->up_bias = take(layout->has_bias, kBlockNeurons * std::int64_t{sizeof(float)});
+  layout->up_bias = take(layout->has_bias && layout->gated, kBlockNeurons * std::int64_t{sizeof(float)});
   layout->down_bias = take(layout->has_bias, layout->down_bias_rows * std::int64_t{sizeof(float)});
   layout->payload_bytes = offset;
   layout->record_bytes = round_up(offset, kRecordAlignment);
@@ -85,8 +86,8 @@ void check_columns(const char* name, std::int64_t columns, Encoding encoding) {
 }  // namespace
 
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
-                              bool has_bias) {
-  BlockLayout layout = make_shape(hidden_size, intermediate_size, has_bias);
+                              bool has_bias, bool gated) {
+  BlockLayout layout = make_shape(hidden_size, intermediate_size, has_bias, gated);
   layout.bits = bits;
   layout.fp16 = fp16;
   layout.kept = false;
@@ -97,13 +98,13 @@ BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediat
 }
 
 BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate_size, Encoding gate_up,
-                             Encoding down, bool has_bias, std::int64_t least_record_bytes) {
+                             Encoding down, bool has_bias, std::int64_t least_record_bytes, bool gated) {
   if (!is_kept(gate_up) || !is_kept(down)) throw std::invalid_argument("this encoding is not a kept one");
   if (least_record_bytes < 0 || least_record_bytes % kRecordAlignment != 0) {
     throw std::invalid_argument("records of " + std::to_string(least_record_bytes) +
                                 " bytes are not a multiple of " + std::to_string(kRecordAlignment));
   }
-  BlockLayout layout = make_shape(hidden_size, intermediate_size, has_bias);
+  BlockLayout layout = make_shape(hidden_size, intermediate_size, has_bias, gated);
   check_columns("hidden_size", hidden_size, gate_up);
   check_columns("intermediate_size", intermediate_size, down);
   layout.bits = kept_form(gate_up).code_bits;

@@ -52,6 +52,9 @@
 //
 //   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.super | up.super | down.super | biases
 //
+// Experts without an up projection (gated = false) have one input projection, in the fields of gate; those of
+// up are absent.
+//
 // Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
 // that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
 // blocks) rounded up to 16, zero padded to S: a block needs no other block, and partial outputs are only
@@ -120,6 +123,7 @@ struct BlockLayout {
   int bits;                       // of a code of gate and up
   bool fp16;                      // 16-bit patterns are fp16, else bf16
   bool has_bias;
+  bool gated;              // gate and up; else one input projection, called gate
   bool kept;               // the encodings are kept ones
   Encoding encoding;       // of gate and up
   Encoding down_encoding;  // the same if not kept
@@ -138,13 +142,14 @@ struct BlockLayout {
 
 // Throws std::invalid_argument for bits other than 2, 3, 4, 8, 16 or sizes outside 1..2^20.
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
-                              bool has_bias);
+                              bool has_bias, bool gated = true);
 
 // A layout with kept encodings. Layers of a model may differ in their encodings and share the size of their
 // records: `least_record_bytes`, a multiple of 4096, or 0, is that of the largest.
 // Throws std::invalid_argument for other encodings, sizes out of range, columns that are not whole blocks of
 // the encoding.
 BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate_size, Encoding gate_up,
-                             Encoding down, bool has_bias, std::int64_t least_record_bytes);
+                             Encoding down, bool has_bias, std::int64_t least_record_bytes,
+                             bool gated = true);
 
 }  // namespace moechat
