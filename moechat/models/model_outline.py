@@ -41,7 +41,13 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 from moechat.models.live_bytes import part_of_prompt
-from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
+from moechat.models.skeleton import (
+    ExpertsModule,
+    Skeleton,
+    build_skeleton,
+    experts_geometry,
+    load_config,
+)
 
 # Top-k if neither a trial pass nor the configuration gives it.
 _USUAL_TOP_K = 8
@@ -58,7 +64,7 @@ class ModelOutline:
         layers: Number of decoder layers.
         expert_layers: Indices of the layers with routed experts, ascending.
         top_k: Experts per token and layer.
-        experts: Shape of every expert; :meth:`geometry` adds the encoding.
+        experts: The layers with routed experts, of one shape; :meth:`geometry` adds the encoding.
         dense: Number of dense weights.
         dtype: Compute type of the dense weights.
         loading: Largest temporary memory for loading the dense weights, in bytes.
@@ -75,7 +81,7 @@ class ModelOutline:
     layers: int
     expert_layers: tuple[int, ...]
     top_k: int
-    experts: ExpertsModule
+    experts: tuple[ExpertsModule, ...]
     dense: DenseWeights
     dtype: torch.dtype
     loading: int
@@ -92,18 +98,18 @@ class ModelOutline:
         Raises:
             UsageError: ``bits`` is not supported.
         """
-        return self.experts.geometry(bits)
+        return experts_geometry(self.experts, bits)
 
     @property
     def expert_weights(self) -> int:
         """Weights of one expert, biases included."""
-        geometry = self.experts.geometry(16)
+        geometry = self.geometry(16)
         return geometry.expert_weights + geometry.expert_biases
 
     @property
     def parameters(self) -> int:
         """Number of all weights."""
-        return self.dense.total + len(self.expert_layers) * self.experts.num_experts * self.expert_weights
+        return self.dense.total + len(self.expert_layers) * self.experts[0].num_experts * self.expert_weights
 
     @property
     def active_parameters(self) -> int:
@@ -119,7 +125,7 @@ class ModelOutline:
     @property
     def router_copies(self) -> int:
         """Bytes of the float32 copies of routers that prediction uses."""
-        entry = self.experts
+        entry = self.experts[0]
         return len(self.expert_layers) * entry.num_experts * entry.hidden_size * 4
 
     @property
@@ -154,7 +160,7 @@ class ModelOutline:
         """Scratch bytes of the native kernels."""
         longest = self.pass_tokens(self.own_context)
         blocks = self.geometry(16).blocks_per_expert  # the same for all bits
-        return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, longest)
+        return scratch_bytes(self.experts[0].hidden_size, blocks, self.top_k, longest)
 
     @property
     def unpacked(self) -> int:
@@ -328,7 +334,7 @@ def outline_skeleton(
         layers=layers if isinstance(layers, int) else len(skeleton.experts),
         expert_layers=tuple(entry.layer for entry in skeleton.experts),
         top_k=min(max(top_k, default=configured_top_k(model.config)), first.num_experts),
-        experts=first,
+        experts=skeleton.experts,
         dense=count_dense_weights(skeleton),
         dtype=dtype,
         loading=loading_bytes(skeleton, source, form),

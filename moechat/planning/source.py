@@ -62,19 +62,22 @@ class PlannedModel:
             on_gpu: A GPU computes the experts.
 
         Raises:
-            UnsupportedModelError: The store's experts have an encoding that GPUs do not read.
+            UnsupportedModelError: Kernels for GPUs do not read or compute the experts.
         """
         from moechat.store.kept import choose_bits, require_for_gpu
 
+        lost = ""
         if self.store is not None:
-            if on_gpu:
-                require_for_gpu(self.store.geometry, self.name)
-            return self.store.geometry, ""
-        if self.experts is None:
-            return outline.geometry(self.bits), ""
-        bits, lost = choose_bits(None, self.experts, on_gpu=on_gpu)
-        kept = self.experts.kept if bits == KEEP else ()
-        return replace(outline.geometry(nominal_bits(kept) if kept else bits), kept=kept), lost
+            geometry = self.store.geometry
+        elif self.experts is None:
+            geometry = outline.geometry(self.bits)
+        else:
+            bits, lost = choose_bits(None, self.experts, on_gpu=on_gpu)
+            kept = self.experts.kept if bits == KEEP else ()
+            geometry = replace(outline.geometry(nominal_bits(kept) if kept else bits), kept=kept)
+        if on_gpu:
+            require_for_gpu(geometry, self.name)
+        return geometry, lost
 
 
 def find_model(model: str | Path, bits: int | None) -> PlannedModel:

@@ -166,7 +166,7 @@ def test_experts_that_no_token_chooses_are_quantised_by_the_inputs_of_the_layer(
     geometry = plan_checkpoint(Checkpoint.open(checkpoint)).geometry(4)
     hidden = torch.randn(50, geometry.hidden_size) * torch.linspace(0.1, 3, geometry.hidden_size)
     index, weights = torch.zeros((50, 1), dtype=torch.int64), torch.ones(50, 1)
-    pack = LayerPacker(geometry, hidden, index, weights)
+    pack = LayerPacker(geometry, 0, hidden, index, weights)
     rng = np.random.default_rng(0)
     size = (geometry.intermediate_size, geometry.hidden_size)
     gate, up, down = (rng.standard_normal(shape, np.float32) for shape in (size, size, size[::-1]))

@@ -21,7 +21,7 @@ def test_an_outline_counts_what_the_model_has(family: str, number: int) -> None:
     experts = {name: tensor.numel() for name, tensor in real.named_parameters() if ".experts." in f".{name}."}
     shared = sum(size for name, size in experts.items() if "shared" in name)
     routed = sum(experts.values()) - shared
-    layers, entry = len(outline.expert_layers), outline.experts
+    layers, entry = len(outline.expert_layers), outline.experts[0]
     assert layers * entry.num_experts * outline.expert_weights == routed
     dense = sum(tensor.numel() for tensor in real.parameters()) - routed
     assert outline.dense.total == dense
@@ -76,4 +76,4 @@ def test_known_shapes_have_exact_caches(name: str) -> None:
     assert outline.cache.exact
     text = outline.config.get_text_config()
     assert outline.top_k == getattr(text, "num_experts_per_tok", None) or text.top_k_experts
-    assert outline.geometry(4).num_experts == outline.experts.num_experts
+    assert outline.geometry(4).num_experts == outline.experts[0].num_experts

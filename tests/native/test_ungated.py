@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - the name the field uses
 from moechat import _native
 
 TOKENS = (1, 2, 3, 4, 9, 40)  # few, and many enough for the path that unpacks weights once
-TOLERANCE = {8: 2e-2, 16: 2e-4, 32: 1e-5}  # by bits of the activations
+TOLERANCE = {8: 3e-2, 16: 2e-4, 32: 1e-5}  # by bits of the activations
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,

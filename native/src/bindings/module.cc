@@ -91,18 +91,17 @@ QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes
 
 void pack_quantized_py(const BlockLayout& layout, const py::array& gate_q, const py::array& gate_s,
                        const std::optional<py::array>& up_q, const std::optional<py::array>& up_s,
-                       const py::array& down_q, const py::array& down_s, const BiasArrays& biases, py::array out,
-                       std::optional<int> threads) {
+                       const py::array& down_q, const py::array& down_s, const BiasArrays& biases,
+                       py::array out, std::optional<int> threads) {
   const std::int64_t neurons = layout.intermediate_size;
   const std::int64_t hidden = layout.hidden_size;
   require_up(layout, up_q);
   require_up(layout, up_s);
   const auto bias = checked_biases(layout, biases);
-  const QuantisedExpert source{quantised_matrix("gate", gate_q, gate_s, neurons, hidden),
-                               up_q ? quantised_matrix("up", *up_q, *up_s, neurons, hidden)
-                                    : QuantisedMatrix{},
-                               quantised_matrix("down", down_q, down_s, hidden, neurons),
-                               bias ? &*bias : nullptr};
+  const QuantisedExpert source{
+      quantised_matrix("gate", gate_q, gate_s, neurons, hidden),
+      up_q ? quantised_matrix("up", *up_q, *up_s, neurons, hidden) : QuantisedMatrix{},
+      quantised_matrix("down", down_q, down_s, hidden, neurons), bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
   const ReleaseGil released;
@@ -284,11 +283,10 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native core of moechat: block layout, packing and CPU expert kernels.";
   m.attr("BLOCK_FORMAT_VERSION") = kBlockFormatVersion;
 
-  py::class_<GateSpec>(m, "Gate").def(py::init(&gate_spec), py::arg("activation") = "silu", py::kw_only(),
-                                      py::arg("alpha") = 1.0f,
-                                      py::arg("limit") = std::numeric_limits<float>::infinity(),
-                                      py::arg("offset") = 0.0f, py::arg("clamps_result") = false,
-                                      py::arg("gated") = true);
+  py::class_<GateSpec>(m, "Gate").def(
+      py::init(&gate_spec), py::arg("activation") = "silu", py::kw_only(), py::arg("alpha") = 1.0f,
+      py::arg("limit") = std::numeric_limits<float>::infinity(), py::arg("offset") = 0.0f,
+      py::arg("clamps_result") = false, py::arg("gated") = true);
   py::class_<BlockLayout>(m, "BlockLayout")
       .def(py::init(&make_block_layout), py::arg("hidden_size"), py::arg("intermediate_size"),
            py::arg("bits"), py::arg("fp16") = false, py::arg("has_bias") = false, py::arg("gated") = true)
@@ -327,7 +325,8 @@ PYBIND11_MODULE(_native, m) {
                     ? std::string("encodings=") + encoding_name(layout.encoding) + "/" +
                           encoding_name(layout.down_encoding)
                     : "bits=" + std::to_string(layout.bits) + ", fp16=" + (layout.fp16 ? "True" : "False")) +
-               ", has_bias=" + (layout.has_bias ? "True" : "False") + (layout.gated ? "" : ", gated=False") + ")";
+               ", has_bias=" + (layout.has_bias ? "True" : "False") + (layout.gated ? "" : ", gated=False") +
+               ")";
       });
 
   m.def("cpu_features", [] {

@@ -54,8 +54,8 @@ inline Fields fields_of(const BlockLayout& layout) {
   const std::int64_t up_tiles = layout.gated ? kTilesPerBlock : 0;
   return {{{"gate", layout.gate_q, layout.gate_sz, kTilesPerBlock, layout.groups, neurons, hidden, true,
             layout.encoding, layout.group_bytes, layout.gate_super},
-           {"up", layout.up_q, layout.up_sz, up_tiles, layout.groups, layout.gated ? neurons : 0, hidden, true,
-            layout.encoding, layout.group_bytes, layout.up_super},
+           {"up", layout.up_q, layout.up_sz, up_tiles, layout.groups, layout.gated ? neurons : 0, hidden,
+            true, layout.encoding, layout.group_bytes, layout.up_super},
            {"down", layout.down_q, layout.down_sz, down_tiles, 1, hidden, neurons, false,
             layout.down_encoding, layout.down_group_bytes, layout.down_super}}};
 }
