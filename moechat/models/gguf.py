@@ -14,7 +14,7 @@ from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.expert_tensors import expert_name
-from moechat.models.gguf_architectures import ARCHITECTURES, REFUSED
+from moechat.models.gguf_architectures import ARCHITECTURES
 from moechat.models.gguf_families.architecture import Architecture, Place, common_config
 from moechat.models.gguf_metadata import Metadata, without_float32_rounding
 from moechat.store.gguf_file import BF16, F16, PLAIN, GgufSource
@@ -103,8 +103,6 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
         raise UnsupportedModelError(f"{where} holds no language model, but a GGUF file of type {kind!r}")
     metadata = Metadata(header, name, where)
     known = ", ".join(sorted(ARCHITECTURES))
-    if name in REFUSED:
-        raise UnsupportedModelError(f"{where} is of the architecture {name!r}: {REFUSED[name]}")
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{where} is of the architecture {name[:80]!r}; from GGUF files moechat reads {known}",

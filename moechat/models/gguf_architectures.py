@@ -11,6 +11,7 @@ from moechat.models.gguf_families import (
     gpt_oss,
     kimi,
     llama4,
+    nemotron,
     qwen,
     sigmoid,
     softmax,
@@ -29,8 +30,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **windows.ARCHITECTURES,
     **kimi.ARCHITECTURES,
     **llama4.ARCHITECTURES,
-}
-# Architectures with experts that are refused, each with the reason.
-REFUSED: Mapping[str, str] = {
-    "nemotron_h_moe": "its experts have no gate projection, which moechat cannot run",
+    **nemotron.ARCHITECTURES,
 }

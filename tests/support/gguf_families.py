@@ -1067,6 +1067,89 @@ _LLAMA4 = Family(
     _llama4_change,
 )
 
+def _nemotron_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    if name == "mixer.experts.up_proj":
+        return {"ffn_up_exps.weight": values}
+    if name == "mixer.A_log":
+        return {"ssm_a": -np.exp(values).reshape(-1, 1)}
+    if name == "mixer.D":
+        return {"ssm_d": values.reshape(-1, 1)}
+    if name == "mixer.norm.weight":
+        return {"ssm_norm.weight": values.reshape(config.n_groups, inner // config.n_groups)}
+    if name == "mixer.conv1d.weight":
+        return {"ssm_conv1d.weight": values[:, 0]}
+    if name == "mixer.dt_bias":
+        return {"ssm_dt.bias": values}
+    if name == "mixer.gate.e_score_correction_bias":
+        return {"exp_probs_b.bias": values}
+    return None
+
+
+_NEMOTRON = Family(
+    "nemotron_h_moe",
+    "nemotron_h",
+    {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "routed_scaling_factor": 2.5,
+        "head_dim": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 2,
+        "chunk_size": 64,
+    },
+    {
+        "norm": "attn_norm",
+        "mixer.in_proj": "ssm_in",
+        "mixer.conv1d": "ssm_conv1d",
+        "mixer.out_proj": "ssm_out",
+        "mixer.q_proj": "attn_q",
+        "mixer.k_proj": "attn_k",
+        "mixer.v_proj": "attn_v",
+        "mixer.o_proj": "attn_output",
+        "mixer.gate": "ffn_gate_inp",
+        "mixer.shared_experts.up_proj": "ffn_up_shexp",
+        "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    },
+    lambda config: {
+        "attention.head_count_kv": [
+            config.num_key_value_heads * (kind == "full_attention") for kind in config.layers_block_type
+        ],
+        "feed_forward_length": [
+            config.moe_intermediate_size * (kind == "moe") for kind in config.layers_block_type
+        ],
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "rope.scaling.finetuned": False,
+        "expert_count": config.n_routed_experts,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_group_count": config.n_group,
+        "vocab_size": config.vocab_size,
+    },
+    _nemotron_change,
+    {
+        "model.embeddings.weight": "token_embd.weight",
+        "model.norm_f.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    },
+)
+
 FAMILIES = {
     "gpt-oss": _GPT_OSS,
     "qwen3next": _QWEN3_NEXT,
@@ -1087,4 +1170,5 @@ FAMILIES = {
     "gemma4": _GEMMA4,
     "kimi-linear": _KIMI,
     "llama4": _LLAMA4,
+    "nemotron_h_moe": _NEMOTRON,
 }

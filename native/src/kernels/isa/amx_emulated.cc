@@ -10,6 +10,7 @@ namespace {
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/weight_classes.inc.h"
+#include "kernels/experts/neuron_streams.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"
 #include "kernels/isa/amx_tiles.h"
 #include "kernels/experts/panel_amx.inc.h"
