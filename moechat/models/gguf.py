@@ -138,7 +138,7 @@ def _config(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{where} has no matrix token_embd.weight")
     config = {
-        **common_config(metadata),
+        **common_config(metadata, architecture.epsilon),
         "dtype": "bfloat16" if embedding.kind == BF16 else "float16",
         **architecture.config(metadata),
     }

@@ -153,15 +153,6 @@ def test_values_that_would_be_computed_differently_are_refused(
         pass
 
 
-def test_an_architecture_whose_experts_have_no_gate_is_refused_with_the_reason(tmp_path: Path) -> None:
-    path = GLM.write(tmp_path / "m.gguf", changes={"general.architecture": "nemotron_h_moe"})
-    with (
-        pytest.raises(UnsupportedModelError, match="'nemotron_h_moe': its experts have no gate"),
-        opened_gguf(path),
-    ):
-        pass
-
-
 def test_a_file_cut_anywhere_is_an_error_and_leaves_nothing(tmp_path: Path, moechat_home: Path) -> None:
     whole = QWEN3.write(tmp_path / "whole.gguf").read_bytes()
     places = np.linspace(1, len(whole) - 64, 12).astype(int)

@@ -183,7 +183,7 @@ def all_as(kind: Kind) -> Choose:
 
     def chosen(name: str, shape: tuple[int, ...]) -> Kind:
         if len(shape) == 1 or re.search(
-            r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_a|\.scale$", name
+            r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_a|ssm_norm|\.scale$", name
         ):
             return Kind.F32
         columns = shape[-1]
@@ -1067,6 +1067,7 @@ _LLAMA4 = Family(
     _llama4_change,
 )
 
+
 def _nemotron_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
     inner = config.mamba_num_heads * config.mamba_head_dim
     if name == "mixer.experts.up_proj":
@@ -1126,7 +1127,7 @@ _NEMOTRON = Family(
         ],
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,
         "ssm.group_count": config.n_groups,

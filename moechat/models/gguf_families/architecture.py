@@ -40,12 +40,14 @@ class Architecture:
             Experts are found by the reader itself.
         model: Places of the tensors outside the layers.
         ignored: Names of tensors, without ``blk.N.``, that hold nothing that moechat computes with.
+        epsilon: Key of the norms' epsilon.
     """
 
     config: Callable[[Metadata], Config]
     layer: Callable[[Config], Places]
     model: Places = field(default_factory=lambda: MODEL)
     ignored: frozenset[str] = frozenset()
+    epsilon: str = "attention.layer_norm_rms_epsilon"
 
 
 MODEL: Places = {
@@ -81,8 +83,8 @@ def shared_experts(name: str) -> Places:
     return {f"ffn_{part}_shexp.weight": f"mlp.{name}.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
-def common_config(metadata: Metadata) -> Config:
-    """Values of ``config.json`` that all architectures have.
+def common_config(metadata: Metadata, epsilon: str) -> Config:
+    """Values of ``config.json`` that all architectures have; ``epsilon`` as in :class:`Architecture`.
 
     Raises:
         CheckpointError: A value is missing or malformed.
@@ -94,7 +96,7 @@ def common_config(metadata: Metadata) -> Config:
         "hidden_size": metadata.size("embedding_length"),
         "num_hidden_layers": blocks,
         "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number(epsilon),
         "num_experts_per_tok": metadata.size("expert_used_count"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.token("bos_token_id"),

@@ -1,4 +1,4 @@
-"""Nemotron-H: layers of state spaces (Mamba 2), of attention without positions, and of experts without gates."""
+"""Nemotron-H: layers of Mamba 2, of attention without positions, and of experts without gates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _MODEL: Places = {
     "output_norm.weight": "model.norm_f.weight",
     "output.weight": "lm_head.weight",
 }
+_EPSILON = "attention.layer_norm_epsilon"  # also of norms by root mean squares
 
 
 def _config(metadata: Metadata) -> Config:
@@ -32,7 +33,7 @@ def _config(metadata: Metadata) -> Config:
         "model_type": "nemotron_h",
         "architectures": ["NemotronHForCausalLM"],
         "layers_block_type": kinds,
-        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": metadata.number(_EPSILON),
         "num_attention_heads": metadata.size("attention.head_count"),
         "num_key_value_heads": max(keys) or metadata.size("attention.head_count"),
         "head_dim": metadata.size("attention.key_length"),
@@ -86,4 +87,4 @@ def _layer(config: Config) -> Places:
     }
 
 
-ARCHITECTURES = {"nemotron_h_moe": Architecture(_config, _layer, _MODEL)}
+ARCHITECTURES = {"nemotron_h_moe": Architecture(_config, _layer, _MODEL, epsilon=_EPSILON)}
