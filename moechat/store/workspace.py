@@ -18,9 +18,10 @@ from typing import Any
 
 from moechat.atomic_file import sync_directory
 from moechat.errors import DoesNotFitError
-from moechat.store.files import DurableFile, format_bytes, hash_file, write_durably
+from moechat.store.files import format_bytes, hash_file, write_durably
 from moechat.store.manifest import FileRecord
 from moechat.store.outline import StoreOutline
+from moechat.store.pipelined_file import PipelinedFile
 from moechat.store.safetensors_file import strict_json
 from moechat.store.store import removal_path
 
@@ -124,13 +125,13 @@ class Workspace:
                 hint=f"free {format_bytes(needed - free)}, choose fewer bits, or move MOECHAT_HOME",
             )
 
-    def create(self, name: str) -> DurableFile:
+    def create(self, name: str) -> PipelinedFile:
         """Create a file of the store; pass the result of its ``commit`` to :meth:`record`."""
         path = self._store / name
         if path.parent != self._store:
             path.parent.mkdir(exist_ok=True)
             sync_directory(self._store)
-        return DurableFile(path)
+        return PipelinedFile(path)
 
     def path(self, name: str) -> Path:
         """Path of a finished file until the store is published."""
