@@ -33,7 +33,7 @@ from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import LoadedModel, Progress, load_model, open_store, require_in_place
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
-from moechat.models.model_outline import no_more_warnings
+from moechat.models.quiet import no_more_warnings
 from moechat.models.sampling import SamplingSettings
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned

@@ -17,7 +17,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.hub.gguf_parts import gguf_parts
 from moechat.models.gguf import GgufModel, describe_gguf
 from moechat.models.gguf_tokenizer import byte_level_tokenizer
-from moechat.models.model_outline import without_warnings
+from moechat.models.quiet import without_warnings
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.files import called

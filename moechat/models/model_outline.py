@@ -6,16 +6,12 @@ the block store would use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import ERROR
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.utils import logging
 
 from moechat import _native
 from moechat.geometry import (
@@ -41,6 +37,7 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 from moechat.models.live_bytes import part_of_prompt
+from moechat.models.quiet import without_warnings
 from moechat.models.skeleton import (
     ExpertsModule,
     Skeleton,
@@ -186,22 +183,6 @@ def known_config(name: str) -> Any:
     """
     with without_warnings():
         return AutoConfig.for_model(**shape_values(name))
-
-
-def no_more_warnings() -> None:
-    """Silence transformers' warnings for the rest of the process."""
-    logging.set_verbosity(ERROR)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings about configuration values and kernels, which are irrelevant here."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def automatic_type() -> torch.dtype:

@@ -16,7 +16,7 @@ from moechat.errors import CheckpointError
 from moechat.models.checkpoint_mapping import Target, combine, map_keys
 from moechat.models.dense import TensorSource, assign_weight, initialise_rest, read_tensor
 from moechat.models.light_meta import light_meta
-from moechat.models.model_outline import without_warnings
+from moechat.models.quiet import without_warnings
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 
 # Computes the experts of a layer: its ordinal, hidden states [tokens, hidden] in float32, top-k indices and

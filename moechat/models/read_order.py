@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moechat.models.light_meta import light_meta
+from moechat.models.quiet import without_warnings
 from moechat.models.rotary_scaling import without_scaling
 from moechat.models.skeleton import Skeleton
 
@@ -42,6 +43,7 @@ def first_reads(skeleton: Skeleton) -> dict[str, int] | None:
             skeleton.experts_computed_by(skip_experts),
             light_meta(),
             without_scaling(model),
+            without_warnings(),
             torch.inference_mode(),
             noted,
         ):
