@@ -69,13 +69,11 @@ def require_for_gpu(geometry: ExpertGeometry, name: str) -> None:
     """Check that kernels for GPUs read the experts of a store.
 
     Raises:
-        UnsupportedModelError: They are kept in the encodings of their source, or have gates that the kernels
-            lack.
+        UnsupportedModelError: They are kept in the encodings of their source, or their gates differ by layer.
     """
-    lacking = "without a gate projection" if not geometry.gate.gated else "with gates that differ by layer"
-    if not geometry.gate.gated or geometry.layer_gates:
+    if geometry.layer_gates:
         raise UnsupportedModelError(
-            f"{name} has experts {lacking}, which kernels for GPUs do not compute",
+            f"{name} has experts with gates that differ by layer, which kernels for GPUs do not compute",
             hint="run it on the CPU: --device cpu",
         )
     if geometry.kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny import write_tiny_checkpoint
 
 import moechat
 from moechat.errors import UnsupportedModelError
+from moechat.geometry import Activation
 from moechat.offload.settings import OffloadOptions
 from moechat.store.kept import require_for_gpu
 
@@ -46,6 +48,10 @@ def test_the_weights_are_counted(model: Path) -> None:
     assert planned.to_json()["model"]["bits"] == 4
 
 
-def test_kernels_for_gpus_refuse_it_by_name(model: Path) -> None:
-    with moechat.load(model, bits=4) as engine, pytest.raises(UnsupportedModelError, match="gate projection"):
-        require_for_gpu(engine.loaded.store.geometry, "nemotron")
+def test_kernels_for_gpus_refuse_gates_that_differ_by_layer(model: Path) -> None:
+    with moechat.load(model, bits=4) as engine:
+        geometry = engine.loaded.store.geometry
+    require_for_gpu(geometry, "nemotron")
+    others = (geometry.gate, replace(geometry.gate, activation=Activation.SILU))
+    with pytest.raises(UnsupportedModelError, match="gates that differ by layer"):
+        require_for_gpu(replace(geometry, layer_gates=others), "nemotron")

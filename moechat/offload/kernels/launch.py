@@ -155,13 +155,16 @@ class BlockKernels:
             "FP16": bool(layout.fp16),
             "HAS_BIAS": geometry.has_bias,
         }
+        gated = layout.gated
         self._inner = {
             "GATE": layout.gate_q,
-            "UP": layout.up_q,
             "GATE_SZ": max(layout.gate_sz, 0),
-            "UP_SZ": max(layout.up_sz, 0),
             "GATE_BIAS": max(layout.gate_bias, 0),
-            "UP_BIAS": max(layout.up_bias, 0),
+            # Without an up projection the kernels for few tokens read gate in its place, and drop the result.
+            "UP": layout.up_q if gated else layout.gate_q,
+            "UP_SZ": max(layout.up_sz if gated else layout.gate_sz, 0),
+            "UP_BIAS": max(layout.up_bias if gated else layout.gate_bias, 0),
+            "GATED": gated,
             "ACTIVATION": _ACTIVATIONS[geometry.gate.activation],
             "CLAMP": (2 if geometry.gate.clamps_result else 1) if geometry.gate.limit < math.inf else 0,
             "OFFSET": geometry.gate.offset,

@@ -127,8 +127,19 @@ def _many(
 
 
 @triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, alpha, limit):
-    """The gate of an expert; ``CLAMP``: 0 none, 1 of the inputs, 2 of the activation and of up."""
+def activate(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
+    alpha,
+    limit,
+):
+    """The gate of an expert; ``CLAMP``: 0 none, 1 of the inputs, 2 of the activation and of up. Without
+    ``GATED`` up has no effect.
+    """
     if CLAMP == 1:
         gate = tl.minimum(gate, limit)
     if ACTIVATION == 0:
@@ -144,9 +155,11 @@ def activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl
         result = tl.where(gate < 0, 0.0, gate * gate)
     if CLAMP == 2:
         result = tl.minimum(result, limit)
-    if CLAMP != 0:
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    return result * (up + OFFSET)
+    if GATED:
+        if CLAMP != 0:
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = result * (up + OFFSET)
+    return result
 
 
 @triton.jit
@@ -177,6 +190,7 @@ def neurons(
     ACTIVATION: tl.constexpr,
     CLAMP: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
@@ -221,13 +235,16 @@ def neurons(
                 values = values.to(tl.float32)
             words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
             gate = _many(gate, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
-            words, sz = up_words + group * WORDS, up_sz + group * SCALES
-            up = _many(up, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
+            if GATED:
+                words, sz = up_words + group * WORDS, up_sz + group * SCALES
+                up = _many(up, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
         if HAS_BIAS:
             gate += tl.load((record + GATE_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
-            up += tl.load((record + UP_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
+            if GATED:
+                up += tl.load((record + UP_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
         slot = tl.load(entry_slot + entry).to(tl.int64) + items
-        result = activate(gate, up, ACTIVATION, CLAMP, OFFSET, alpha, limit).to(activations.dtype.element_ty)
+        result = activate(gate, up, ACTIVATION, CLAMP, OFFSET, GATED, alpha, limit)
+        result = result.to(activations.dtype.element_ty)
         tl.store(activations + slot[:, None] * 64 + neuron[None, :], result, mask=there[:, None])
 
 

@@ -65,6 +65,7 @@ def blocks(
     ACTIVATION: tl.constexpr,
     CLAMP: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -133,7 +134,7 @@ def blocks(
             if HAS_BIAS:
                 gate += tl.load((record + GATE_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
                 up += tl.load((record + UP_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
-            result = activate(gate, up, ACTIVATION, CLAMP, OFFSET, alpha, limit)
+            result = activate(gate, up, ACTIVATION, CLAMP, OFFSET, GATED, alpha, limit)
             places = (slot + items)[:, None] * 64 + neuron[None, :]
             tl.store(activations + places, result, mask=there[:, None])
             # All threads read what each has written.
