@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_states import STATEFUL, can_cut, copies_kept
+from moechat.models.cache_states import EMPTY, STATEFUL, can_cut, copies_kept
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
@@ -226,7 +226,7 @@ def _refused_layers(cache: Any, found: list[type], *, plain: bool) -> str:
     """Why a prompt may not be computed in parts with a cache of these layers; empty: nothing is known."""
     if type(cache) is not DynamicCache:
         return f"its attention cache is a {type(cache).__name__}"
-    others = sorted({kind.__name__ for kind in found if kind not in (*_APPENDABLE, *STATEFUL)})
+    others = sorted({kind.__name__ for kind in found if kind not in (*_APPENDABLE, *STATEFUL, *EMPTY)})
     if others:
         return f"its attention cache has layers of type {', '.join(others)}"
     return "" if plain else "its attention cache has other layers than its configuration names"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -30,7 +31,10 @@ STATEFUL = (
 )
 _CUT = (DynamicLayer, ReservedLayer, LinearAttentionAndFullAttentionLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-_KNOWN = {*STATEFUL, *_CUT, *_WINDOWS}
+# Takes the place of a decoder layer without attention or states, and holds nothing; older versions of
+# transformers do not have it.
+EMPTY: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+_KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
 # Memory for copies, and their number: two are kept even if they are larger, more are of little use.
 _COPY_BYTES = 128 << 20

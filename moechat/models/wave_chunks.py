@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_states import EMPTY
 
 _FULL = (DynamicLayer, ReservedLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer)
@@ -109,6 +110,8 @@ def cache_ahead(cache: Any, tokens: int) -> Any:
 
 def _layer_ahead(layer: Any, tokens: int) -> Any:
     kind = type(layer)
+    if kind in EMPTY:
+        return kind()
     length = 0 if kind is LinearAttentionLayer else layer.get_seq_length() + tokens
     ahead: Any
     if kind in _FULL:

@@ -30,7 +30,7 @@ PAGES = OffloadOptions(pages=8, cache=CacheSettings(prefetch="none"))
 def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[str, Path]:
     """Tiny checkpoints as transformers writes them."""
     directory = tmp_path_factory.mktemp("states")
-    for family in ("qwen3_next", "lfm2_moe", "zaya", "jamba", "qwen3_moe", "gpt_oss"):
+    for family in ("qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h", "qwen3_moe", "gpt_oss"):
         config = tiny_family(family)
         config.eos_token_id = None
         write_tiny_checkpoint(directory / family, config)
@@ -75,7 +75,7 @@ def seen(engine: Engine, prompt: list[int], count: int = 4) -> tuple[list[int], 
     return tokens, logits[-count:], engine.stats.reused_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h"])
 def test_a_long_prompt_gives_the_logits_of_transformers(family: str, checkpoints: dict[str, Path]) -> None:
     config = tiny_family(family)
     model = auto_class(config).from_pretrained(checkpoints[family], dtype=torch.float32).eval()
@@ -103,7 +103,7 @@ def test_waves_give_the_bits_of_parts(checkpoints: dict[str, Path], engine: Engi
         assert other.notices() == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "jamba", "nemotron_h"])
 def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, Path]) -> None:
     planned = moechat.plan(str(checkpoints[family]), ctx=200, ram="4G", bits=4)
     with moechat.load(checkpoints[family], ctx=200, ram="4G", bits=4) as engine:
@@ -115,7 +115,7 @@ def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, P
 
 
 @pytest.mark.parametrize("wave", [0, 4 * CHUNK])
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "nemotron_h", "qwen3_moe"])
 def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(
     family: str, wave: int, checkpoints: dict[str, Path]
 ) -> None:
@@ -136,7 +136,7 @@ def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(
             assert all(map(torch.equal, wanted[1], logits))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "nemotron_h", "gpt_oss"])
 def test_the_next_turn_computes_only_new_tokens(family: str, checkpoints: dict[str, Path]) -> None:
     with moechat.load(checkpoints[family], offload=PAGES) as engine:
         cut(engine)

@@ -24,6 +24,7 @@ CARRIES = [
     "granitemoehybrid",
     "lfm2_moe",
     "zaya",
+    "nemotron_h",
 ]
 
 

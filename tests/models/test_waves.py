@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 FAMILIES = [
     *dict.fromkeys(family for family, _ in CASES),
     *UNLISTED,
-    *("qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "granitemoehybrid"),
+    *("qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "granitemoehybrid", "nemotron_h"),
 ]
 # Its states do not carry across chunks.
 ONE_PASS = {"minimax"}
