@@ -46,7 +46,7 @@ class CacheShape:
         unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
         bits: Of keys and values: 16, those of the model's type, or 8: packed.
         has_states: Some layers hold states besides keys and values, or instead of them.
-        state_bytes: Bytes of a copy of these states.
+        state_bytes: Bytes of a copy of these states and of windows of keys and values, which change in place.
         in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
     """
 
@@ -83,12 +83,12 @@ class CacheShape:
 
     @property
     def copies(self) -> int:
-        """Most copies of the states that a conversation keeps."""
-        return copies_kept(self.state_bytes) if self.appendable else 0
+        """Most copies of states and windows that a conversation keeps."""
+        return copies_kept(self.state_bytes, states=self.has_states) if self.appendable else 0
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of copies of states: those that a conversation keeps, and one during a wave."""
+        """Bytes of copies of states and windows: those that a conversation keeps, and one during a wave."""
         return (self.copies + 1) * self.state_bytes if self.copies else 0
 
     def read_bytes(self, tokens: int) -> int:
@@ -217,7 +217,7 @@ def cache_shape(
         tuple(unpacked),
         bits,
         has_states=has_states,
-        state_bytes=fixed + windows if has_states else 0,
+        state_bytes=(fixed if has_states else 0) + windows,
         in_one_pass=reason,
     )
 

@@ -36,15 +36,22 @@ _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWin
 EMPTY: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 _KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
-# Memory for copies, and their number: two are kept even if they are larger, more are of little use.
+# Memory for copies, and their number: of states two are kept even if they are larger; more are of little use.
 _COPY_BYTES = 128 << 20
 _FEWEST_COPIES = 2
 _MOST_COPIES = 8
 
 
-def copies_kept(nbytes: int) -> int:
-    """Number of copies that are kept of states of so many bytes; 0 if there are none."""
-    return max(_FEWEST_COPIES, min(_MOST_COPIES, _COPY_BYTES // nbytes)) if nbytes else 0
+def copies_kept(nbytes: int, *, states: bool) -> int:
+    """Number of copies that are kept of states and windows.
+
+    Args:
+        nbytes: Bytes of one copy; 0: there is nothing to copy.
+        states: States are among them. Without, an answer can at least be continued.
+    """
+    if not nbytes:
+        return 0
+    return max(_FEWEST_COPIES if states else 0, min(_MOST_COPIES, _COPY_BYTES // nbytes))
 
 
 def states_of(layer: Any, kind: str) -> list[torch.Tensor]:

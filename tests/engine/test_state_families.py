@@ -30,7 +30,16 @@ PAGES = OffloadOptions(pages=8, cache=CacheSettings(prefetch="none"))
 def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[str, Path]:
     """Tiny checkpoints as transformers writes them."""
     directory = tmp_path_factory.mktemp("states")
-    for family in ("qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h", "qwen3_moe", "gpt_oss"):
+    for family in (
+        "qwen3_next",
+        "lfm2_moe",
+        "zaya",
+        "jamba",
+        "nemotron_h",
+        "qwen3_moe",
+        "gpt_oss",
+        "gemma4_text",
+    ):
         config = tiny_family(family)
         config.eos_token_id = None
         write_tiny_checkpoint(directory / family, config)
@@ -115,7 +124,9 @@ def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, P
 
 
 @pytest.mark.parametrize("wave", [0, 4 * CHUNK])
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "nemotron_h", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2_moe", "nemotron_h", "qwen3_moe", "gpt_oss", "gemma4_text"]
+)
 def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(
     family: str, wave: int, checkpoints: dict[str, Path]
 ) -> None:
@@ -136,6 +147,22 @@ def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(
             assert all(map(torch.equal, wanted[1], logits))
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_windows_are_copied_in_both_forms(kv_bits: int, checkpoints: dict[str, Path]) -> None:
+    """As after a turn whose template leaves the thoughts of the one before out."""
+    edited = [*PROMPT[:-8], *range(40, 52)]
+    with moechat.load(checkpoints["gpt_oss"], offload=PAGES, kv_bits=kv_bits) as engine:
+        cut(engine)
+        assert engine.loaded.cache.copies == 8
+        answer(engine)
+        tokens, logits, reused = seen(engine, edited)
+        assert reused == 3 * CHUNK
+        engine.drop_prompt_cache()
+        fresh = seen(engine, edited)
+        assert (fresh[0], fresh[2]) == (tokens, 0)
+        assert all(map(torch.equal, fresh[1], logits))
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "nemotron_h", "gpt_oss"])
 def test_the_next_turn_computes_only_new_tokens(family: str, checkpoints: dict[str, Path]) -> None:
     with moechat.load(checkpoints[family], offload=PAGES) as engine:
@@ -143,12 +170,11 @@ def test_the_next_turn_computes_only_new_tokens(family: str, checkpoints: dict[s
         second = [*PROMPT, *answer(engine), *PROMPT[:20]]
         tokens, logits, reused = seen(engine, second)
         assert reused == len(PROMPT) + 4
-        if family != "gpt_oss":  # windows are not copied
-            # The same turn again goes back to its last whole part.
-            again = seen(engine, second)
-            assert again[2] == reused + CHUNK
-            assert again[0] == tokens
-            assert all(map(torch.equal, again[1], logits))
+        # The same turn again goes back to its last whole part.
+        again = seen(engine, second)
+        assert again[2] == reused + CHUNK
+        assert again[0] == tokens
+        assert all(map(torch.equal, again[1], logits))
         engine.drop_prompt_cache()
         fresh = seen(engine, second)
         size = float(fresh[1][0].abs().max())
