@@ -37,7 +37,8 @@ EMPTY: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer",
 _KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
 # Memory for copies, and their number: of states two are kept even if they are larger; more are of little use.
-_COPY_BYTES = 128 << 20
+# Windows get less, because without copies an answer can at least be continued.
+_COPY_BYTES, _WINDOW_BYTES = 128 << 20, 64 << 20
 _FEWEST_COPIES = 2
 _MOST_COPIES = 8
 
@@ -47,11 +48,13 @@ def copies_kept(nbytes: int, *, states: bool) -> int:
 
     Args:
         nbytes: Bytes of one copy; 0: there is nothing to copy.
-        states: States are among them. Without, an answer can at least be continued.
+        states: States are among them.
     """
     if not nbytes:
         return 0
-    return max(_FEWEST_COPIES if states else 0, min(_MOST_COPIES, _COPY_BYTES // nbytes))
+    if not states:
+        return min(_MOST_COPIES, _WINDOW_BYTES // nbytes)
+    return max(_FEWEST_COPIES, min(_MOST_COPIES, _COPY_BYTES // nbytes))
 
 
 def states_of(layer: Any, kind: str) -> list[torch.Tensor]:
