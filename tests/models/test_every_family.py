@@ -91,7 +91,7 @@ def test_layers_may_have_gates_of_their_own(tmp_path: Path, moechat_home: Path) 
         wanted = model(input_ids=torch.tensor([TOKENS])).logits[0]
         experts[1].limit = math.inf
         assert float((model(input_ids=torch.tensor([TOKENS])).logits[0] - wanted).abs().max()) > 1e-2
-    for options in ({}, {"ram": "1G"}):
+    for options in ({}, {"ram": "4G"}):
         with moechat.load(tmp_path, bits=16, dense_bits=16, dtype="float32", **options) as engine:
             gates = engine.loaded.store.geometry.layer_gates
             assert [gate.limit for gate in gates] == [math.inf, 1.0]

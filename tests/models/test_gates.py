@@ -65,6 +65,16 @@ def test_a_gate_that_cannot_be_probed_is_refused_with_the_reason() -> None:
         recognise_gate(experts(lambda fused: fused), NAME)
 
 
-def test_experts_without_a_gate_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="without a gate"):
-        recognise_gate(experts(None, has_gate=False), "model.layers.0.mixer.experts")
+@pytest.mark.parametrize("activation", Activation)
+def test_experts_without_a_gate_projection_have_their_activation_alone(activation: Activation) -> None:
+    gate = Gate(activation, gated=False)
+    module = experts(None, has_gate=False, act_fn=lambda rows: apply_gate(gate, rows))
+    assert recognise_gate(module, NAME) == (gate, False)
+
+
+def test_an_activation_that_the_kernels_lack_is_refused_by_name() -> None:
+    module = experts(None, has_gate=False, act_fn=torch.sin)
+    with pytest.raises(UnsupportedModelError, match=r"experts computes an activation that moechat does not"):
+        recognise_gate(module, NAME)
+    with pytest.raises(UnsupportedModelError, match="could not be probed"):
+        recognise_gate(experts(None, has_gate=False), NAME)

@@ -25,7 +25,7 @@ def outlines():
         dtype = (torch.float32, torch.bfloat16)[number % 2]
         found = outline_model(known_config(name), dtype, dense_bits="auto")
         print(name, [part for part in vars(found).items() if part[0] not in ("experts", "config")])
-        print(found.experts.parameter_names, found.geometry(4), found.config.to_dict())
+        print(found.experts[0].parameter_names, found.geometry(4), found.config.to_dict())
 """
 )
 
