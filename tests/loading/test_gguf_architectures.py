@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf_families import FAMILIES, all_as, gguf_tensors, random_model, write_family
+from gguf_families import FAMILIES
+from gguf_family import gguf_tensors, random_model
+from gguf_writing import all_as, write_family
 
 import moechat
 

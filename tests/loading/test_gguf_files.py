@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf_families import FAMILIES, Tensors, all_as, gguf_tensors, random_model, write_family
+from gguf_families import FAMILIES
+from gguf_family import Tensors, gguf_tensors, random_model
+from gguf_writing import all_as, write_family
 
 import moechat
 from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
