@@ -77,7 +77,7 @@ class Gate:
         limit: Clamp, above 0; infinite: none.
         offset: Added to up.
         clamps_result: The limit applies to ``act(gate)``, not to gate.
-        gated: There are two projections, gate and up; else the first factor is all.
+        gated: Multiplied by up; else the first factor is all, as in experts without a gate projection.
 
     Raises:
         UsageError: A constant is out of range.
@@ -107,7 +107,7 @@ class Gate:
         """Values for a manifest, as JSON types; no clamp is a ``limit`` of ``None``."""
         values = {**asdict(self), "limit": None if math.isinf(self.limit) else self.limit}
         if self.gated:
-            del values["gated"]  # as before there were others
+            del values["gated"]  # as in manifests from before experts without gate projections
         return values
 
     @classmethod
@@ -166,7 +166,7 @@ class ExpertGeometry:
 
     def __post_init__(self) -> None:
         if any(gate.gated != self.gate.gated for gate in self.layer_gates):
-            raise UsageError("some layers have an up projection, and others none")
+            raise UsageError("some layers have a gate projection, and others none")
         if self.bits not in SUPPORTED_BITS:
             raise UsageError(f"{self.bits} bits are not supported", hint=f"choose one of {SUPPORTED_BITS}")
         for name in ("hidden_size", "intermediate_size", "num_experts"):

@@ -58,8 +58,8 @@ class LayerPacker:
         # An error in the output of a token counts as much as the router weighs it.
         shares = self._weights[tokens, slots].square()
         shares *= len(shares) / shares.sum().clamp(min=1e-30)
-        gate, up = (None if matrix is None else _tensor(matrix) for matrix in matrices[:2])
-        assert gate is not None
+        gate = _tensor(matrices[0])
+        up = None if matrices[1] is None else _tensor(matrices[1])
         of_inputs = feedback(
             moments(inputs, shares) + _PRIOR_TOKENS * self._of_any_token, self._geometry.hidden_size
         )
@@ -76,12 +76,12 @@ class LayerPacker:
         biases: Biases | None,
     ) -> Feedback:
         """Feedback for the columns of down, for inputs ``[tokens, hidden]`` and shares ``[tokens]``."""
-        found_rows = []
+        projected = []
         for matrix, bias in zip((gate, up), (biases or (None, None))[:2], strict=True):
             if matrix is not None:
                 rows = inputs @ matrix.T
-                found_rows.append(rows if bias is None else rows + torch.from_numpy(bias))
-        active = apply_gate(self._gate, *found_rows)
+                projected.append(rows if bias is None else rows + torch.from_numpy(bias))
+        active = apply_gate(self._gate, *projected)
         found = moments(active, shares)
         diagonal = found.diagonal(dim1=1, dim2=2)
         prior = torch.zeros(diagonal.numel())

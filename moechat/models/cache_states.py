@@ -33,7 +33,7 @@ _CUT = (DynamicLayer, ReservedLayer, LinearAttentionAndFullAttentionLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 # Takes the place of a decoder layer without attention or states, and holds nothing; older versions of
 # transformers do not have it.
-EMPTY: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+EMPTY: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 _KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
 # Memory for copies, and their number: of states two are kept even if they are larger; more are of little use.

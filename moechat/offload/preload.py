@@ -75,11 +75,11 @@ def _load(runner: _native.ExpertRunner, experts: npt.NDArray[np.int32], stop: th
         try:
             # This also books what has landed, so it is called once more after the link has become idle.
             done += runner.preload(experts[done:], _QUEUED_BYTES)
-            if idle and done >= len(experts):
+            if idle:
                 return
             stats = runner.stats()
         except RuntimeError:  # closed meanwhile
             return
-        idle = stats["link_queued"] + stats["link_in_flight"] == 0
-        if not (idle and done >= len(experts)):
+        idle = done >= len(experts) and stats["link_queued"] + stats["link_in_flight"] == 0
+        if not idle:
             stop.wait(_PAUSE_S)

@@ -28,8 +28,8 @@ from moechat.config import HOME_VARIABLE
 from moechat.errors import DoesNotFitError, MoechatError
 
 _HASH_CHUNK = 4 << 20
-# Of one write: a huge page.
-PIECE_BYTES = 2 << 20
+# Also of one write.
+HUGE_PAGE_BYTES = 2 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR)
@@ -103,7 +103,7 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
     this process. A file that cannot be mapped is only read.
     """
     size = os.fstat(descriptor).st_size
-    mapping = _mapped(descriptor, size) if size >= PIECE_BYTES else None
+    mapping = _mapped(descriptor, size) if size >= HUGE_PAGE_BYTES else None
     if mapping is None:
         yield lambda _: None
         return
@@ -111,7 +111,7 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
 
     def fetch(begin: int) -> None:
         if begin:
-            before = begin // PIECE_BYTES * PIECE_BYTES - _HASH_CHUNK
+            before = begin // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - _HASH_CHUNK
             mapping.madvise(mmap.MADV_DONTNEED, max(0, before), _HASH_CHUNK)
         if begin < size:
             _native.read_ahead(views[0][begin : begin + _HASH_CHUNK])
@@ -140,7 +140,7 @@ class DurableFile:
 
     Without a commit the temporary file is removed.
 
-    Writes are whole pieces of :data:`PIECE_BYTES` bytes, which some file systems then cache as huge pages;
+    Writes are whole pieces of :data:`HUGE_PAGE_BYTES`, which some file systems then cache as huge pages;
     experts mapped from those are read 10 to 20 % faster.
 
     Invariant: :meth:`write` received ``_bytes`` bytes; all were written to the file except the last
@@ -153,7 +153,7 @@ class DurableFile:
         self._temporary = path.with_name(path.name + TEMPORARY)
         self._digest = hashlib.sha256()
         self._bytes = 0
-        self._piece = memoryview(bytearray(PIECE_BYTES))
+        self._piece = memoryview(bytearray(HUGE_PAGE_BYTES))
         self._buffered = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._temporary, flags, 0o644)
@@ -164,14 +164,14 @@ class DurableFile:
         self._digest.update(view)
         self._bytes += view.nbytes
         if self._buffered:
-            count = min(view.nbytes, PIECE_BYTES - self._buffered)
+            count = min(view.nbytes, HUGE_PAGE_BYTES - self._buffered)
             self._piece[self._buffered : self._buffered + count] = view[:count]
             self._buffered += count
             view = view[count:]
-            if self._buffered < PIECE_BYTES:
+            if self._buffered < HUGE_PAGE_BYTES:
                 return
             self._flush()
-        whole = view.nbytes // PIECE_BYTES * PIECE_BYTES
+        whole = view.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         self._write(view[:whole])
         rest = view[whole:]
         self._piece[: rest.nbytes] = rest

@@ -8,7 +8,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any
 
-from moechat.store.files import PIECE_BYTES, DurableFile
+from moechat.store.files import HUGE_PAGE_BYTES, DurableFile
 
 # One is filled, one hashed or written, the others wait between the two threads.
 _PIECES = 6
@@ -41,11 +41,11 @@ class PipelinedFile(DurableFile):
         view = memoryview(data).cast("B")
         self._bytes += view.nbytes
         while view.nbytes:
-            count = min(view.nbytes, PIECE_BYTES - self._buffered)
+            count = min(view.nbytes, HUGE_PAGE_BYTES - self._buffered)
             self._piece[self._buffered : self._buffered + count] = view[:count]
             self._buffered += count
             view = view[count:]
-            if self._buffered == PIECE_BYTES:
+            if self._buffered == HUGE_PAGE_BYTES:
                 self._hand_over()
 
     def commit(self) -> tuple[int, str]:
@@ -64,7 +64,7 @@ class PipelinedFile(DurableFile):
         self._full.put(self._piece)
         if self._made < _PIECES:
             self._made += 1
-            self._piece = memoryview(bytearray(PIECE_BYTES))
+            self._piece = memoryview(bytearray(HUGE_PAGE_BYTES))
         else:
             self._piece = self._free.get()
         self._buffered = 0

@@ -22,7 +22,7 @@ QUANTIZERS = ("auto", "least-squares", "native", "hqq")
 _NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
 _FP16_MAX = 65504.0
 _NARROW = 1e-4  # hqq does not scale a range of values below this
-# Of gate, up and down; up is None in experts without an up projection.
+# Of gate, up and down; up is None in experts without a gate projection (see moechat.geometry).
 Matrices = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]
 Biases = tuple[NDArray[np.float32], NDArray[np.float32] | None, NDArray[np.float32]]
 Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moechat.calibration.calibration import calibration_of
 from moechat.calibration.duration import calibrated_seconds
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.errors import CheckpointError
+from moechat.geometry import Activation, Gate
 from moechat.models import one_pass
 from moechat.models.assets import load_tokenizer
 from moechat.models.checkpoint_mapping import plan_checkpoint
@@ -179,6 +181,31 @@ def test_experts_that_no_token_chooses_are_quantised_by_the_inputs_of_the_layer(
             pack(number, (gate, up, down), None, out)
         restored = _native.unpack_expert(geometry.layout, out)[0]
         errors.append(float(np.square((restored - gate) @ hidden.numpy().T).sum()))
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_experts_without_a_gate_projection_are_calibrated(checkpoint: Path) -> None:
+    shape = plan_checkpoint(Checkpoint.open(checkpoint)).geometry(4)
+    geometry = replace(shape, gate=Gate(Activation.RELU2, gated=False))
+    hidden = torch.randn(200, geometry.hidden_size) * torch.linspace(0.1, 3, geometry.hidden_size)
+    index, weights = torch.zeros((200, 1), dtype=torch.int64), torch.ones(200, 1)
+    rng = np.random.default_rng(0)
+    size = (geometry.intermediate_size, geometry.hidden_size)
+    first, down = (rng.standard_normal(shape, np.float32) for shape in (size, size[::-1]))
+
+    def output(first: np.ndarray, down: np.ndarray) -> np.ndarray:
+        return np.square(np.maximum(hidden.numpy() @ first.T, 0)) @ down.T
+
+    errors = []
+    for pack in (LayerPacker(geometry, 0, hidden, index, weights), None):
+        out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
+        if pack is None:
+            _native.pack_expert(geometry.layout, first, None, down, None, out)
+        else:
+            pack(0, (first, None, down), None, out)
+        stored, up, stored_down, _ = _native.unpack_expert(geometry.layout, out)
+        assert up is None
+        errors.append(float(np.square(output(stored, stored_down) - output(first, down)).sum()))
     assert errors[0] < 0.9 * errors[1]
 
 

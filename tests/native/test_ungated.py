@@ -106,5 +106,5 @@ def test_a_gate_must_fit_the_layout() -> None:
     records = np.empty((layout.blocks, layout.record_bytes), np.uint8)
     zeros = np.zeros((64, 64), np.float32)
     _native.pack_expert(layout, zeros, zeros, zeros, None, records)
-    with pytest.raises(ValueError, match="up projection"):
+    with pytest.raises(ValueError, match="has up, which the gate ignores"):
         forward(layout, records, "relu2", zeros, 8)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from moechat.errors import DoesNotFitError
-from moechat.store.files import PIECE_BYTES, explained
+from moechat.store.files import HUGE_PAGE_BYTES, explained
 from moechat.store.pipelined_file import PipelinedFile
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 4096, 3 * PIECE_BYTES + 77])
+@pytest.mark.parametrize("size", [0, 1, HUGE_PAGE_BYTES, 4096, 3 * HUGE_PAGE_BYTES + 77])
 def test_files_hold_what_the_buffer_had_at_each_write(size: int, tmp_path: Path) -> None:
     buffer = bytearray(size)
     parts = []
@@ -40,13 +40,13 @@ def test_a_disk_that_becomes_full_is_reported_and_leaves_nothing(
 
     def write(descriptor: int, data: memoryview) -> int:
         nonlocal written
-        if written >= (pieces // 2) * PIECE_BYTES:
+        if written >= (pieces // 2) * HUGE_PAGE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += len(data)
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", write)
-    data = bytes(PIECE_BYTES)
+    data = bytes(HUGE_PAGE_BYTES)
 
     def fill() -> None:
         with explained("converting", tmp_path), PipelinedFile(tmp_path / "file") as file:
@@ -64,7 +64,7 @@ def test_an_interrupted_write_ends_its_thread_and_leaves_nothing(tmp_path: Path)
 
     def fill() -> None:
         with PipelinedFile(tmp_path / "file") as file:
-            file.write(bytes(3 * PIECE_BYTES))
+            file.write(bytes(3 * HUGE_PAGE_BYTES))
             assert threading.active_count() == before + 1
             raise KeyboardInterrupt
 

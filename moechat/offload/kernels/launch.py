@@ -160,7 +160,7 @@ class BlockKernels:
             "GATE": layout.gate_q,
             "GATE_SZ": max(layout.gate_sz, 0),
             "GATE_BIAS": max(layout.gate_bias, 0),
-            # Without an up projection the kernels for few tokens read gate in its place, and drop the result.
+            # If not gated, the kernels for few tokens read gate in place of up, and drop the result.
             "UP": layout.up_q if gated else layout.gate_q,
             "UP_SZ": max(layout.up_sz if gated else layout.gate_sz, 0),
             "UP_BIAS": max(layout.up_bias if gated else layout.gate_bias, 0),

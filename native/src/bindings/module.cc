@@ -145,7 +145,7 @@ py::tuple read_scale_words_py(const py::array& words) {
   return py::make_tuple(steps, factors, offsets);
 }
 
-// What belongs to the up projection, or None if there is none.
+// An array for up, or None if the layout is not gated.
 py::object or_none(const BlockLayout& layout, const py::array& of_up) {
   return layout.gated ? py::object(of_up) : py::none();
 }

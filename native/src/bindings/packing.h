@@ -11,15 +11,14 @@
 
 namespace moechat {
 
-// Those of gate, up (None if the layout has no up projection) and down.
+// Those of gate, up (None if the layout is not gated) and down.
 using BiasArrays = std::optional<std::tuple<py::array, std::optional<py::array>, py::array>>;
 
-// Refuses an up projection where the layout has none, and the other way round.
+// Refuses up where the layout has none, and its absence where the layout has it.
 template <class T>
 void require_up(const BlockLayout& layout, const std::optional<T>& up) {
   if (up.has_value() != layout.gated) {
-    refuse(layout.gated ? "up is None, but the layout has an up projection"
-                        : "the layout has no up projection");
+    refuse(layout.gated ? "up is None, but the layout has it" : "the layout has no up projection");
   }
 }
 

@@ -42,7 +42,7 @@ struct Field {
 
 constexpr int kMatrices = 3;
 
-// Without an up projection, up has no tiles and no rows.
+// If the layout is not gated, up has no tiles and no rows.
 struct Fields {
   Field field[kMatrices];
 };

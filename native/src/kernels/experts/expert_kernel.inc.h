@@ -158,7 +158,7 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
   const std::int64_t groups = layout.groups;
   const std::int64_t bytes = layout.group_bytes;
   const unsigned char* gate = record + layout.gate_q + tile * groups * bytes;
-  // Without an up projection, up is not read.
+  // If not gated, up is not read.
   const unsigned char* up = record + (layout.gated ? layout.up_q : layout.gate_q) + tile * groups * bytes;
   const unsigned char* gate_sz = record + layout.gate_sz + tile * groups * kScaleBytes;
   const unsigned char* up_sz =

@@ -67,8 +67,8 @@ enum Scratch : int {
 void check(const ForwardCall& call) {
   check_activation_bits(call.activation_bits);
   if (call.gate.gated != call.layout->gated) {
-    throw std::invalid_argument(call.gate.gated ? "the gate needs an up projection, which the layout lacks"
-                                                : "the layout has an up projection, which the gate ignores");
+    throw std::invalid_argument(call.gate.gated ? "the gate multiplies by up, which the layout lacks"
+                                                : "the layout has up, which the gate ignores");
   }
   for (std::int64_t i = 0; i < call.entries; ++i) {
     if (call.block_ptr[i] == 0) {

@@ -171,7 +171,7 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
       for (std::int64_t t = 0; t < tokens; ++t) {
         const float* sums = acc + i / step * kPairSums + t * 2 * kTileRows;
         Vec gate = load(sums + i % step * kTileRows);
-        Vec up = load(sums + kTileRows);  // without an up projection it has no effect
+        Vec up = load(sums + kTileRows);  // if not gated, it has no effect
         if (layout.has_bias) {
           gate = add(gate, bias[0]);
           up = add(up, bias[1]);

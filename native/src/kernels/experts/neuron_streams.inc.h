@@ -1,8 +1,8 @@
 // The streams of weights that the neurons of a block are computed from, two at a time. Included inside the
 // anonymous namespace of one instruction set.
 
-// Where stream 0 or 1 of the neurons of a block is read from `tile` on: gate and up of this tile or, without
-// up projections, this tile and the next one; the last before `end` is computed twice if it is alone.
+// Where stream 0 or 1 of the neurons of a block is read from `tile` on: gate and up of this tile or, if not
+// gated, gate of this tile and of the next one; the last before `end` is computed twice if it is alone.
 struct NeuronStream {
   std::int64_t q;
   std::int64_t sz;

@@ -115,8 +115,8 @@ void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits
 // are jointly normal with variances |G|^2 and |U|^2 (rows of gate and up) and covariance G.U, so
 //   E[g^2 u^2] = |G|^2 |U|^2 + 2 (G.U)^2.
 // SiLU and GELU are proportional to g near 0 and, on the positive half, far from it, so the factor of the
-// activation is about the same for all neurons. Without an up projection the activation is usually a squared
-// ReLU, and E[max(g, 0)^4] is proportional to |G|^4; that is the formula with U = G.
+// activation is about the same for all neurons. If not gated, the activation is usually a squared ReLU, and
+// E[max(g, 0)^4] is proportional to |G|^4; that is the formula with U = G.
 std::vector<float> neuron_importance(const KernelTable& kernel, const ExpertSource& source, int threads) {
   const std::int64_t tiles = (source.gate.rows + kTileRows - 1) / kTileRows;
   const MatrixSource& up = source.up.rows > 0 ? source.up : source.gate;

@@ -15,8 +15,8 @@ struct ExpertBiases {
   const float* down;
 };
 
-// gate, up [intermediate, hidden] and down [hidden, intermediate], any strides. Here and below, without an up
-// projection the members for it are not read, and may be null or empty.
+// gate, up [intermediate, hidden] and down [hidden, intermediate], any strides. Here and below, members
+// for up are not read if the layout is not gated, and may be null or empty.
 struct ExpertSource {
   MatrixSource gate;
   MatrixSource up;

@@ -16,7 +16,7 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu2 };
 // The computation between the projections of an expert, elementwise:
 //   act(min(gate, limit)) * (clamp(up, -limit, limit) + offset), or
 //   min(act(gate), limit) * (clamp(up, -limit, limit) + offset) if clamps_result.
-// Without an up projection (gated = false) it is the first factor alone.
+// If not gated, it is the first factor alone.
 struct GateSpec {
   Activation kind = Activation::kSilu;
   float alpha = 1.0f;  // kSilu: x * sigmoid(alpha * x)

@@ -52,8 +52,8 @@
 //
 //   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.super | up.super | down.super | biases
 //
-// Experts without an up projection (gated = false) have one input projection, in the fields of gate; those of
-// up are absent.
+// Experts without a gate projection (gated = false) have one input projection. It stands in the fields of
+// gate, and those of up are absent; the same holds for the names of matrices everywhere here.
 //
 // Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
 // that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
