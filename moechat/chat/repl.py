@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Chat:
     ) -> None:
         self.session = ChatSession(models, options, status, conversation=conversation, sessions=sessions)
         self._commands = Commands(self.session)
+        self._interrupted = False  # by the last line, which was a Ctrl-C
         self._reader = reader or new_reader(
             keep_history=options.save, status=self.session.context_line, warn=status.notice
         )
@@ -63,36 +65,42 @@ class Chat:
         session = self.session
         if not session.options.quiet:
             session.status.notice(f"{session.models.engine.name}: /help for help, Ctrl-D to leave")
-        interrupted = False
         try:
             with self._reader.working():
                 while True:
-                    try:
-                        session.idle()
-                        try:
-                            line = self._reader.read()
-                        except UnicodeError:
-                            session.status.error("that line is not UTF-8; it was not sent")
-                            continue
-                        interrupted = False
-                        if not self._handle(line):
-                            return 0
-                    except EOFError:
-                        print(file=sys.stderr)
-                        return 0
-                    except KeyboardInterrupt:
-                        # A further Ctrl-C must interrupt neither the message nor the way out.
-                        if interrupted and not self._reader.typed:
-                            no_more_interrupts()
-                            print(file=sys.stderr)
-                            return 0
-                        with uninterrupted():
-                            print(file=sys.stderr)
-                            if not self._reader.typed:
-                                interrupted = True
-                                session.status.notice("Ctrl-C again or Ctrl-D leaves")
+                    with suppress(KeyboardInterrupt):  # it came just before or after another was handled
+                        return self._converse()
         finally:
             session.close()
+
+    def _converse(self) -> int:
+        """Read and execute lines until the user leaves; the exit status."""
+        session = self.session
+        while True:
+            try:
+                session.idle()
+                try:
+                    line = self._reader.read()
+                except UnicodeError:
+                    session.status.error("that line is not UTF-8; it was not sent")
+                    continue
+                self._interrupted = False
+                if not self._handle(line):
+                    return 0
+            except EOFError:
+                print(file=sys.stderr)
+                return 0
+            except KeyboardInterrupt:
+                # A further Ctrl-C must interrupt neither the message nor the way out.
+                if self._interrupted and not self._reader.typed:
+                    no_more_interrupts()
+                    print(file=sys.stderr)
+                    return 0
+                with uninterrupted():
+                    print(file=sys.stderr)
+                    if not self._reader.typed:
+                        self._interrupted = True
+                        session.status.notice("Ctrl-C again or Ctrl-D leaves")
 
     def _handle(self, line: str) -> bool:
         """Execute a line and report its errors; ``False`` to leave."""

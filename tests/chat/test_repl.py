@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,22 @@ def test_two_interrupts_in_a_row_exit_and_one_does_not() -> None:
     with pytest.raises(pytest.fail.Exception, match="left before"):
         talk(engine, [stop, "first", stop, "/help", stop, stop, "never read"])
     assert engine.prompts == [[user("first")]]
+
+
+def test_an_interrupt_while_one_is_reported_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal may come before further ones are ignored."""
+    engine, late, stop = ScriptedEngine([["a"]]), [KeyboardInterrupt()], KeyboardInterrupt()
+
+    def uninterrupted() -> AbstractContextManager[None]:
+        if late:
+            raise late.pop()
+        return nullcontext()
+
+    monkeypatch.setattr("moechat.chat.repl.uninterrupted", uninterrupted)
+    output = talk(engine, [stop, "first", stop, "/help"])
+    assert not late
+    assert engine.prompts == [[user("first")]]
+    assert output.notices.count("Ctrl-C again or Ctrl-D leaves") == 1
 
 
 def test_a_disk_error_during_an_answer_leaves_the_chat_usable(
