@@ -224,6 +224,8 @@ def assign_weight(skeleton: Skeleton, name: str, tensor: torch.Tensor, *, keep: 
         )
     if reference.is_floating_point() and not keep:
         tensor = tensor.to(_wanted_type(skeleton.model, name, reference.dtype))
+    elif not reference.is_floating_point() and not tensor.is_floating_point():
+        tensor = tensor.to(reference.dtype)  # tables of whole numbers, which files hold in fewer bits
     parent_name, _, leaf = name.rpartition(".")
     parent = skeleton.model.get_submodule(parent_name)
     if leaf in parent._parameters:

@@ -17,7 +17,7 @@ from moechat.models.expert_tensors import expert_name
 from moechat.models.gguf_architectures import ARCHITECTURES
 from moechat.models.gguf_families.architecture import Architecture, Place, common_config
 from moechat.models.gguf_metadata import Metadata, without_float32_rounding
-from moechat.store.gguf_file import BF16, F16, PLAIN, GgufSource
+from moechat.store.gguf_file import BF16, F16, I32, PLAIN, GgufSource
 from moechat.store.gguf_header import GgufHeader, GgufTensor
 
 # Without leading zeros, so that every layer and expert has one name.
@@ -187,11 +187,12 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
         place = architecture.model.get(part) if number is None else layer.get(part)
         if place is not None:
             prefix = "" if number is None else f"model.layers.{number}."
-            if isinstance(place, str):
-                place = Place(place)
-            computed = any(change.arithmetic for change in place.changes)
-            dtype = "F32" if computed else _dense_type(described.kind)
-            found[prefix + place.name] = GgufSource(tensor, dtype, changes=place.changes)
+            for each in place if isinstance(place, tuple) else (place,):
+                own = Place(each) if isinstance(each, str) else each
+                _require_numbers(tensor, described, own.integers, where)
+                computed = any(change.arithmetic for change in own.changes)
+                dtype = "F32" if computed else _dense_type(described.kind)
+                found[prefix + own.name] = GgufSource(tensor, dtype, changes=own.changes)
         elif not _IGNORED_TENSORS.fullmatch(tensor) and part not in architecture.ignored:
             unknown.append(tensor)
     if unknown:
@@ -207,6 +208,7 @@ def _expert_sources(
     tensor: str, described: GgufTensor, layer: int, part: str, experts: int, dtype: str, where: str
 ) -> dict[str, GgufSource]:
     """Sources of the experts in one tensor: those of a layer, or one of them."""
+    _require_numbers(tensor, described, False, where)
     single = _EXPERT.fullmatch(part)
     if single:
         if int(single[2]) >= experts:
@@ -227,6 +229,19 @@ def _expert_sources(
         expert_name(layer, expert, name, kind): GgufSource(tensor, visible, expert)
         for expert in range(experts)
     }
+
+
+def _require_numbers(tensor: str, described: GgufTensor, integers: bool, where: str) -> None:
+    """Check that a tensor has whole numbers where the architecture has them, and only there."""
+    if (described.kind == I32) != integers:
+        from gguf.constants import GGMLQuantizationType
+
+        wanted = "whole numbers (I32)" if integers else "a type for weights"
+        name = GGMLQuantizationType(described.kind).name
+        raise CheckpointError(
+            f"{where}: {tensor[:200]} has type {name}; {wanted} is expected",
+            hint="download or copy the file again",
+        )
 
 
 def _expert_type(header: GgufHeader) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from moechat.models.gguf_families import (
     deepseek,
+    deepseek_v4,
     early,
     glm,
     gpt_oss,
+    indexed,
     kimi,
     llama4,
     nemotron,
@@ -31,4 +33,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **kimi.ARCHITECTURES,
     **llama4.ARCHITECTURES,
     **nemotron.ARCHITECTURES,
+    **deepseek_v4.ARCHITECTURES,
+    **indexed.ARCHITECTURES,
 }

@@ -1,8 +1,8 @@
 """GGUF files under the tensor names of a transformers checkpoint: mapped, decoded when a tensor is read.
 
-Every tensor appears with float elements. Float tensors keep their type. Packed ones are decoded to float32 if
-they will be packed again, else to float16, which suffices: scales in these formats are float16 and codes have
-at most 8 bits.
+Every tensor appears with float elements, except tables of whole numbers. Float tensors keep their type.
+Packed ones are decoded to float32 if they will be packed again, else to float16, which suffices: scales in
+these formats are float16 and codes have at most 8 bits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, 
 from moechat.store.mapped_file import MappedFile, opened_regular
 from moechat.store.safetensors_file import TensorEntry
 
-F32, F16, BF16 = 0, 1, 30
-PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2")}
+F32, F16, I32, BF16 = 0, 1, 26, 30
+PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2"), I32: ("I32", "<i4")}
 # Types whose values a store can keep, by ggml's number; see native/src/kernels/layout/kept_encodings.h.
 KEPT = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k"}
 KEPT |= {14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4"}
@@ -43,7 +43,8 @@ class GgufSource:
 
     Attributes:
         tensor: Name in the file.
-        dtype: Safetensors type that it appears as: its own for floats, else ``F32`` or ``F16``.
+        dtype: Safetensors type that it appears as: its own for floats and whole numbers, else ``F32`` or
+            ``F16``.
         expert: Index in dimension 0; ``None`` takes all of it.
         changes: What turns it into the checkpoint's tensor, in order. If one of them computes, ``dtype`` is
             ``F32``.

@@ -18,6 +18,7 @@ from moechat.cli.config.settings_file import OWN_VARIABLES, options_of, variable
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
 from moechat.manual import page, search, topics
+from moechat.models.gguf_architectures import ARCHITECTURES
 
 _CODE = re.compile(r"^```.*?^```$|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
@@ -145,3 +146,9 @@ def test_the_wheel_has_the_pages_and_the_types_marker(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"moechat/py.typed", "moechat/manual/index.md"} <= names
     assert {f"moechat/manual/{topic.name}.md" for topic in topics()} <= names
+
+
+def test_the_page_of_models_lists_the_architectures_of_gguf_files_that_are_read() -> None:
+    text = (MANUAL / "models.md").read_text("utf-8")
+    listed = text.partition("of llama.cpp are read:")[2].partition("Any other is refused")[0]
+    assert set(re.findall(r"`([^`]+)`", listed)) == set(ARCHITECTURES)

@@ -20,6 +20,8 @@ def encode(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
         return _by_rows(values, _encode_q4_k)
     if kind is Kind.Q6_K:
         return _by_rows(values, _encode_q6_k)
+    if kind is Kind.I32:
+        return values.astype(np.int32)
     return gguf.quantize(np.ascontiguousarray(values), kind)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gguf_families_deepseek as deepseek
 import gguf_families_grouped as grouped
+import gguf_families_indexed as indexed
 import gguf_families_qwen as qwen
 import gguf_families_states as states
 import gguf_families_windows as windows
@@ -29,4 +30,7 @@ FAMILIES = {
     "kimi-linear": states.KIMI,
     "llama4": states.LLAMA4,
     "nemotron_h_moe": states.NEMOTRON,
+    "deepseek32": indexed.DEEPSEEK_V32,
+    "deepseek4": indexed.DEEPSEEK_V4,
+    "glm-dsa": indexed.GLM_DSA,
 }

@@ -20,6 +20,8 @@ def all_as(kind: Kind) -> Choose:
     """Matrices in one type; vectors and routers in float32, and so what has no whole blocks even of Q8_0."""
 
     def chosen(name: str, shape: tuple[int, ...]) -> Kind:
+        if "tid2eid" in name:
+            return Kind.I32
         if len(shape) == 1 or re.search(
             r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_a|ssm_norm|\.scale$", name
         ):
@@ -67,7 +69,7 @@ def write_family(
     for name, array in tensors.items():
         kind = choose(name, array.shape)
         packed = encode(array, kind)
-        if dequantised:
+        if dequantised and kind is not Kind.I32:
             packed, kind = np.array(gguf.dequantize(packed, kind), np.float32), Kind.F32
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()

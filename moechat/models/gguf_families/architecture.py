@@ -20,13 +20,16 @@ class Place:
     Attributes:
         name: The whole name, or the part after ``model.layers.N.``.
         changes: Applied in order to the file's tensor.
+        integers: Its elements are whole numbers.
     """
 
     name: str
     changes: tuple[Change, ...] = ()
+    integers: bool = False
 
 
-Places = Mapping[str, Place | str]
+# Several places share the tensor: each takes its part of it.
+Places = Mapping[str, Place | str | tuple[Place, ...]]
 
 
 @dataclass(frozen=True)
@@ -222,5 +225,5 @@ def require(metadata: Metadata, expected: Mapping[str, tuple[Any, ...]]) -> None
             raise metadata.refused(key)
 
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SQRT_SOFTPLUS = 1, 2, 3, 4
 """Values of ``expert_gating_func``; 0 and none mean the architecture's own."""

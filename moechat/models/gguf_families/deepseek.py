@@ -105,7 +105,8 @@ def latent_places() -> Places:
     }
 
 
-def _layer(config: Config) -> Places:
+def latent_layer() -> Places:
+    """Places of a layer with latent vectors, dense or with experts, routed as in DeepSeek-V3."""
     return {
         **NORMS,
         **latent_places(),
@@ -116,4 +117,4 @@ def _layer(config: Config) -> Places:
     }
 
 
-ARCHITECTURES = {"deepseek2": Architecture(_config, _layer)}
+ARCHITECTURES = {"deepseek2": Architecture(_config, lambda config: latent_layer())}
