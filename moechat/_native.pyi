@@ -455,24 +455,29 @@ def apply_gate(spec: Gate, gate: _F32, up: _F32) -> _F32:
     """
 
 class LinearLayout:
-    """Byte offsets of a quantised dense matrix [rows, cols] (``native/src/kernels/dense/linear.h``).
+    """Byte offsets of a dense matrix [rows, cols], quantised or with the values of a GGUF file
+    (``native/src/kernels/dense/linear.h``).
 
     Args:
         rows: 1 to 2^20.
         cols: 1 to 2^20.
-        bits: 2, 3, 4 or 8.
+        bits: 2, 3, 4 or 8; or the name of a kept encoding, of which ``cols`` must be whole blocks.
 
     Raises:
-        ValueError: A size or ``bits`` is out of range.
+        ValueError: A size, ``bits`` or the encoding is out of range.
     """
 
-    def __init__(self, rows: int, cols: int, bits: int) -> None: ...
+    def __init__(self, rows: int, cols: int, bits: int | str, /) -> None: ...
     @property
     def rows(self) -> int: ...
     @property
     def cols(self) -> int: ...
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Of a code."""
+    @property
+    def encoding(self) -> str | None:
+        """The kept encoding; ``None``: quantised."""
     @property
     def sz(self) -> int:
         """Offset of scales and zeros; the codes start at 0."""
@@ -497,6 +502,27 @@ def pack_linear(
         ValueError: A weight is not finite, or above 65504 (8 bits) or 4096 (fewer); shapes or types do not
             match.
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
+    """
+
+def pack_kept_linear(layout: LinearLayout, rows: _U8) -> _U8:
+    """Rearrange the rows of a GGUF file; the values stay the same.
+
+    Args:
+        layout: One of a kept encoding.
+        rows: [rows, bytes]; the rows may be apart.
+
+    Returns:
+        uint8 [layout.nbytes], aligned to 64 bytes.
+
+    Raises:
+        ValueError: A scale is not finite; shapes or types do not match.
+    """
+
+def unpack_linear_rows(layout: LinearLayout, data: _U8, first: int, count: int) -> _F32:
+    """Return the values of rows [first, first + count) of a packed matrix, float32 [count, cols].
+
+    Raises:
+        ValueError: Rows outside the matrix; shape or type does not match.
     """
 
 def unpack_linear(layout: LinearLayout, data: _U8) -> _F32:

@@ -15,21 +15,13 @@
 #include "kernels/threads/thread_pool.h"
 
 namespace moechat {
-namespace {
 
-Encoding encoding_of(const std::string& name) {
+Encoding kept_encoding_of(const std::string& name) {
   for (int i = 0; i < kKeptEncodings; ++i) {
     const auto encoding = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + i);
     if (name == encoding_name(encoding)) return encoding;
   }
   refuse("encoding \"" + name + "\" is unknown");
-}
-
-BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size,
-                           const std::string& gate_up, const std::string& down, bool has_bias,
-                           std::int64_t record_bytes, bool gated) {
-  return make_kept_layout(hidden_size, intermediate_size, encoding_of(gate_up), encoding_of(down), has_bias,
-                          record_bytes, gated);
 }
 
 FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encoding, std::int64_t count,
@@ -41,6 +33,15 @@ FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encodin
            "] with rows that are not strided");
   }
   return {static_cast<const unsigned char*>(rows.data()), rows.strides(0)};
+}
+
+namespace {
+
+BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size,
+                           const std::string& gate_up, const std::string& down, bool has_bias,
+                           std::int64_t record_bytes, bool gated) {
+  return make_kept_layout(hidden_size, intermediate_size, kept_encoding_of(gate_up), kept_encoding_of(down),
+                          has_bias, record_bytes, gated);
 }
 
 void pack_kept_py(const BlockLayout& layout, const py::array& gate, const std::optional<py::array>& up,
@@ -98,7 +99,7 @@ float decode_rows(Encoding encoding, const FileMatrix& matrix, std::int64_t rows
 }
 
 float decode_file_rows_py(const std::string& name, const py::array& rows, py::array out) {
-  const Encoding encoding = encoding_of(name);
+  const Encoding encoding = kept_encoding_of(name);
   if (out.ndim() != 2) refuse("out must have two dimensions");
   const std::int64_t count = out.shape(0);
   const std::int64_t columns = out.shape(1);

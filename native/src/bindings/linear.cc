@@ -13,27 +13,65 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/matrices.h"
+#include "bindings/packing.h"
 #include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
 
+// Memory for a packed matrix. numpy aligns to 16 bytes only; vectors that span two cache lines load at half
+// the speed.
+py::array_t<std::uint8_t> new_data(const LinearLayout& layout) {
+  constexpr std::align_val_t kLine{64};
+  auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
+  const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
+  return py::array_t<std::uint8_t>({layout.nbytes}, {std::int64_t{1}}, to, owner);
+}
+
+void require_kept(const LinearLayout& layout, bool kept) {
+  if (layout.kept() == kept) return;
+  refuse(kept ? "this layout does not keep the values of files"
+              : "this layout keeps the values of files; pack_kept_linear fills it");
+}
+
 py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::array& matrix, int threads,
                                          const std::string& solver) {
+  require_kept(layout, false);
   const Solver chosen = solver_of(solver);
   const MatrixSource source = matrix_source("matrix", matrix, layout.rows, layout.cols);
   if (threads < 0 || threads > kMaxThreads) {
     refuse("threads is " + std::to_string(threads) + "; it must be between 0 and " +
            std::to_string(kMaxThreads));
   }
-  // numpy aligns to 16 bytes only; vectors that span two cache lines load at half the speed.
-  constexpr std::align_val_t kLine{64};
-  auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
-  const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
-  py::array_t<std::uint8_t> data({layout.nbytes}, {std::int64_t{1}}, to, owner);
+  py::array_t<std::uint8_t> data = new_data(layout);
+  auto* to = data.mutable_data();
   const ReleaseGil released;
   pack_linear(layout, source, to, threads, chosen);
   return data;
+}
+
+py::array_t<std::uint8_t> pack_kept_linear_py(const LinearLayout& layout, const py::array& rows) {
+  require_kept(layout, true);
+  const FileMatrix source = file_matrix("rows", rows, layout.encoding, layout.rows, layout.cols);
+  py::array_t<std::uint8_t> data = new_data(layout);
+  auto* to = data.mutable_data();
+  const ReleaseGil released;
+  pack_kept_linear(layout, source, to, 0);
+  return data;
+}
+
+py::array_t<float> unpack_linear_rows_py(const LinearLayout& layout, const py::array& data,
+                                         std::int64_t first, std::int64_t count) {
+  const auto* from = checked<std::uint8_t>("data", data, {layout.nbytes});
+  if (first < 0 || count < 0 || first > layout.rows - count) {
+    refuse("rows " + std::to_string(first) + " to " + std::to_string(first + count) + " are not within " +
+           std::to_string(layout.rows));
+  }
+  py::array_t<float> matrix({count, layout.cols});
+  float* to = matrix.mutable_data();
+  const ReleaseGil released;
+  if (count > 0) unpack_linear_rows(layout, from, first, count, to);
+  return matrix;
 }
 
 py::array_t<float> unpack_linear_py(const LinearLayout& layout, const py::array& data) {
@@ -68,17 +106,31 @@ void linear_forward_py(const LinearLayout& layout, const py::array& data, const 
 void bind_linear(py::module_& m) {
   py::class_<LinearLayout>(m, "LinearLayout")
       .def(py::init(&make_linear_layout), py::arg("rows"), py::arg("cols"), py::arg("bits"))
+      .def(py::init([](std::int64_t rows, std::int64_t cols, const std::string& encoding) {
+             return make_kept_linear_layout(rows, cols, kept_encoding_of(encoding));
+           }),
+           py::arg("rows"), py::arg("cols"), py::arg("encoding"))
       .def_readonly("rows", &LinearLayout::rows)
       .def_readonly("cols", &LinearLayout::cols)
       .def_readonly("bits", &LinearLayout::bits)
+      .def_property_readonly("encoding",
+                             [](const LinearLayout& layout) -> std::optional<std::string> {
+                               if (!layout.kept()) return std::nullopt;
+                               return encoding_name(layout.encoding);
+                             })
       .def_readonly("sz", &LinearLayout::sz)
       .def_readonly("nbytes", &LinearLayout::nbytes)
       .def("__repr__", [](const LinearLayout& layout) {
         return "LinearLayout(rows=" + std::to_string(layout.rows) + ", cols=" + std::to_string(layout.cols) +
-               ", bits=" + std::to_string(layout.bits) + ")";
+               (layout.kept() ? std::string(", encoding=") + encoding_name(layout.encoding)
+                              : ", bits=" + std::to_string(layout.bits)) +
+               ")";
       });
   m.def("pack_linear", &pack_linear_py, py::arg("layout"), py::arg("matrix"), py::arg("threads") = 0,
         py::arg("solver") = "least-squares");
+  m.def("pack_kept_linear", &pack_kept_linear_py, py::arg("layout"), py::arg("rows"));
+  m.def("unpack_linear_rows", &unpack_linear_rows_py, py::arg("layout"), py::arg("data"), py::arg("first"),
+        py::arg("count"));
   m.def("unpack_linear", &unpack_linear_py, py::arg("layout"), py::arg("data"));
   m.def("linear_forward", &linear_forward_py, py::arg("layout"), py::arg("data"), py::arg("x"),
         py::arg("bias"), py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);

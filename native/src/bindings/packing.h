@@ -34,6 +34,13 @@ inline std::optional<ExpertBiases> checked_biases(const BlockLayout& layout, con
                       checked<float>("down bias", std::get<2>(*biases), {layout.hidden_size})};
 }
 
+// The kept encoding of a name.
+Encoding kept_encoding_of(const std::string& name);
+
+// Rows of a GGUF file, uint8 [count, bytes], that may be apart.
+FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encoding, std::int64_t count,
+                       std::int64_t columns);
+
 inline int checked_threads(std::optional<int> threads) {
   if (threads && (*threads < 1 || *threads > kMaxThreads)) {
     refuse("threads is " + std::to_string(*threads) + "; it must be between 1 and " +

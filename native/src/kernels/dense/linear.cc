@@ -6,6 +6,7 @@
 
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/codes.h"
+#include "kernels/layout/gguf_blocks.h"
 #include "kernels/threads/thread_pool.h"
 #include "kernels/threads/work_ranges.h"
 
@@ -19,21 +20,42 @@ constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of inputs that 
 
 enum Scratch : int { kInputs, kSums, kPlanes, kScales, kManyInputs, kRanges };
 
-}  // namespace
-
-LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) {
-  if (bits == 16) throw std::invalid_argument("16 bits are not supported here; choose 2, 3, 4 or 8");
-  const BlockLayout block = make_block_layout(cols, rows, bits, false, false);
+LinearLayout layout_of(std::int64_t rows, std::int64_t cols, Encoding encoding, int bits) {
+  check_dimension("rows", rows);
+  check_dimension("cols", cols);
   LinearLayout layout{};
   layout.rows = rows;
   layout.cols = cols;
+  layout.encoding = encoding;
   layout.bits = bits;
   layout.tiles = (rows + kTileRows - 1) / kTileRows;
-  layout.groups = block.groups;
-  layout.group_bytes = block.group_bytes;
+  layout.groups = (cols + kGroupColumns - 1) / kGroupColumns;
+  layout.group_bytes = std::int64_t{kTileRows} * kGroupColumns * bits / 8;
   layout.sz = layout.tiles * layout.groups * layout.group_bytes;
-  layout.nbytes = layout.sz + layout.tiles * layout.groups * kScaleBytes;
+  layout.super = layout.sz + layout.tiles * layout.groups * kScaleBytes;
+  layout.nbytes = layout.super;
+  if (layout.kept()) layout.nbytes += layout.tiles * super_bytes(encoding, layout.groups, true);
   return layout;
+}
+
+// The supers of a tile.
+std::int64_t super_at(const LinearLayout& layout, std::int64_t tile) {
+  return layout.kept() ? layout.super + tile * super_bytes(layout.encoding, layout.groups, true)
+                       : layout.super;
+}
+
+}  // namespace
+
+LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) {
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 8) {
+    throw std::invalid_argument(std::to_string(bits) + " bits are not supported here; choose 2, 3, 4 or 8");
+  }
+  return layout_of(rows, cols, plain_encoding(bits), bits);
+}
+
+LinearLayout make_kept_linear_layout(std::int64_t rows, std::int64_t cols, Encoding encoding) {
+  check_columns("cols", cols, encoding);
+  return layout_of(rows, cols, encoding, kept_form(encoding).code_bits);
 }
 
 void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads,
@@ -58,27 +80,65 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
   if (!fine.load()) report_unquantisable("matrix", source, layout.bits);
 }
 
-void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
+void pack_kept_linear(const LinearLayout& layout, const FileMatrix& source, unsigned char* data,
+                      int threads) {
+  std::atomic<bool> fine{true};
+  {
+    ThreadPool::Session session;
+    session.parallel_for(
+        threads > 0 ? threads : kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+          for (std::int64_t tile = begin; tile < end; ++tile) {
+            if (!fine.load(std::memory_order_relaxed)) return;
+            const std::int64_t at = tile * layout.groups;
+            if (!pack_kept_tile({layout.encoding, source, layout.rows, layout.cols, tile * kTileRows, 0,
+                                 layout.groups, data + at * layout.group_bytes,
+                                 data + layout.sz + at * kScaleBytes, data + super_at(layout, tile)})) {
+              fine.store(false, std::memory_order_relaxed);
+            }
+          }
+        });
+  }
+  if (!fine.load()) refuse_scale("matrix", layout.encoding, source, layout.rows, layout.cols);
+}
+
+void unpack_linear_rows(const LinearLayout& layout, const unsigned char* data, std::int64_t first,
+                        std::int64_t count, float* matrix) {
+  const std::int64_t first_tile = first / kTileRows;
+  const std::int64_t end_tile = (first + count + kTileRows - 1) / kTileRows;
   ThreadPool::Session session;
-  session.parallel_for(kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t tile = begin; tile < end; ++tile) {
-      const std::int64_t rows = std::min<std::int64_t>(kTileRows, layout.rows - tile * kTileRows);
+  session.parallel_for(kMaxThreads, end_tile - first_tile, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t tile = first_tile + begin; tile < first_tile + end; ++tile) {
+      const std::int64_t row = std::max(first - tile * kTileRows, std::int64_t{0});
+      const std::int64_t rows = std::min<std::int64_t>(kTileRows, first + count - tile * kTileRows) - row;
+      float* const to = matrix + (tile * kTileRows + row - first) * layout.cols;
       for (std::int64_t g = 0; g < layout.groups; ++g) {
         const std::int64_t at = tile * layout.groups + g;
-        const std::int64_t cols = std::min<std::int64_t>(kGroupColumns, layout.cols - g * kGroupColumns);
-        unpack_group(data + at * layout.group_bytes, data + layout.sz + at * kScaleBytes, layout.bits, rows,
-                     static_cast<int>(cols), matrix + tile * kTileRows * layout.cols + g * kGroupColumns,
-                     layout.cols);
+        const unsigned char* q = data + at * layout.group_bytes;
+        const unsigned char* sz = data + layout.sz + at * kScaleBytes;
+        const std::int64_t col = g * kGroupColumns;
+        const int cols = static_cast<int>(std::min<std::int64_t>(kGroupColumns, layout.cols - col));
+        if (layout.kept()) {
+          const KeptForm form = kept_form(layout.encoding);
+          const std::int64_t super = g / form.super_groups * kTileRows * 2 * form.super_halves;
+          unpack_kept_group(layout.encoding, q, sz, data + super_at(layout, tile) + super, row, rows, cols,
+                            to + col, layout.cols);
+        } else {
+          unpack_group(q, sz, layout.bits, row, rows, cols, to + col, layout.cols);
+        }
       }
     }
   });
+}
+
+void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
+  unpack_linear_rows(layout, data, 0, layout.rows, matrix);
 }
 
 void linear_forward(const LinearCall& call) {
   check_activation_bits(call.activation_bits);
   const KernelTable& kernel = kernels();
   const LinearLayout& layout = *call.layout;
-  const Encoding encoding = plain_encoding(layout.bits);
+  const IntegerKernels& integers = layout.kept() ? *kernel.kept : *kernel.integer;
   const bool integer = call.activation_bits != kFloatActivations;
   const std::int64_t padded = layout.groups * kGroupColumns;
   const std::int64_t row_bytes =
@@ -90,13 +150,15 @@ void linear_forward(const LinearCall& call) {
   for (std::int64_t first = 0; first < call.tokens; first += step) {
     const std::int64_t count = std::min(step, call.tokens - first);
     LinearTask task{};
-    task.bits = layout.bits;
+    task.encoding = layout.encoding;
     task.activation_bits = call.activation_bits;
     task.rows = layout.rows;
     task.cols = layout.cols;
     task.groups = layout.groups;
+    task.group_bytes = layout.group_bytes;
     task.q = call.data;
     task.sz = call.data + layout.sz;
+    task.super = call.data + layout.super;
     task.bias = call.bias;
     task.reading = weight_reading();
     task.tokens = count;
@@ -112,30 +174,30 @@ void linear_forward(const LinearCall& call) {
           static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
             const QuantisedRows& rows = task.x_quantised;
             const std::int64_t at = begin * layout.groups;
-            kernel.integer->quantise_rows(
-                encoding, call.activation_bits, from + begin * layout.cols, layout.cols, end - begin,
-                {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
+            integers.quantise_rows(layout.encoding, call.activation_bits, from + begin * layout.cols,
+                                   layout.cols, end - begin,
+                                   {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
           });
     } else {
       auto* inputs = session.scratch<float>(kInputs, count * padded);
       auto* sums = session.scratch<float>(kSums, count * layout.groups * 2);
       session.parallel_for(
           static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-            kernel.prepare_tokens(layout.bits, from + begin * layout.cols, layout.cols, end - begin,
-                                  inputs + begin * padded, sums + begin * layout.groups * 2);
+            kernel.prepare_tokens(layout.kept() ? 16 : layout.bits, from + begin * layout.cols, layout.cols,
+                                  end - begin, inputs + begin * padded, sums + begin * layout.groups * 2);
           });
       task.x = inputs;
       task.x_sums = sums;
     }
-    if (integer && kernel.integer->many != nullptr && count >= kernel.integer->many->threshold) {
-      const ManyTokens& many = *kernel.integer->many;
-      const std::int64_t bytes = many.row_bytes(encoding, call.activation_bits, layout.groups);
+    if (integer && integers.many != nullptr && count >= integers.many->threshold) {
+      const ManyTokens& many = *integers.many;
+      const std::int64_t bytes = many.row_bytes(layout.encoding, call.activation_bits, layout.groups);
       auto* gathered = session.scratch<unsigned char>(kManyInputs, (count + many.rows_after) * bytes);
-      session.parallel_for(static_cast<int>(threads), count, grain,
-                           [&](std::int64_t begin, std::int64_t end) {
-                             many.gather(encoding, call.activation_bits, task.x_quantised, layout.groups,
-                                         nullptr, begin, end - begin, gathered + begin * bytes);
-                           });
+      session.parallel_for(
+          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
+            many.gather(layout.encoding, call.activation_bits, task.x_quantised, layout.groups, nullptr,
+                        begin, end - begin, gathered + begin * bytes);
+          });
       task.many = &many;
       task.many_x = gathered;
     }
@@ -143,7 +205,7 @@ void linear_forward(const LinearCall& call) {
     WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, layout.tiles, kTileGrain);
     session.parallel(static_cast<int>(limit), [&](int thread, int) {
       ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
-        integer ? kernel.integer->linear(task, begin, end) : kernel.linear(task, begin, end);
+        integer ? integers.linear(task, begin, end) : kernel.linear(task, begin, end);
       });
     });
   }

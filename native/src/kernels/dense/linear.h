@@ -1,36 +1,55 @@
-// Products of a quantised matrix and vectors, for projections and heads, in the format of expert weights.
+// Products of a quantised or kept matrix and vectors, for projections and heads, in the format of expert
+// weights.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/experts/forward.h"
+#include "kernels/experts/pack.h"
 #include "kernels/isa/kernel_api.h"
 #include "kernels/layout/block_layout.h"
+#include "kernels/layout/kept_encodings.h"
 
 namespace moechat {
 
-// Byte map of a matrix [rows, cols]: the q field, then the sz field, each as those of gate in block_layout.h
-// (tile, then group, then step). Rows are padded to 16 and columns to 64 as there. If the data begins on a
-// 64-byte boundary, so do both fields.
+// Byte map of a matrix [rows, cols]: the q field, then the sz field and that of kept encodings with supers,
+// each as those of gate in block_layout.h (tile, then group, then step). Rows are padded to 16 and columns to
+// 64 as there. If the data begins on a 64-byte boundary, so do all fields.
 struct LinearLayout {
   std::int64_t rows;
   std::int64_t cols;
-  int bits;
+  Encoding encoding;
+  int bits;             // of a code
   std::int64_t tiles;   // of 16 rows
   std::int64_t groups;  // of 64 columns, per tile
   std::int64_t group_bytes;
-  std::int64_t sz;  // byte offset; the offset of q is 0
+  std::int64_t sz;     // byte offset; the offset of q is 0
+  std::int64_t super;  // byte offset; that of sz if the field is absent
   std::int64_t nbytes;
+
+  bool kept() const { return is_kept(encoding); }
 };
 
 // Throws std::invalid_argument for bits other than 2, 3, 4, 8 or sizes outside 1..2^20.
 LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits);
+
+// Throws std::invalid_argument for sizes outside 1..2^20 and columns that are not whole blocks of the
+// encoding. REQUIRES: is_kept(encoding).
+LinearLayout make_kept_linear_layout(std::int64_t rows, std::int64_t cols, Encoding encoding);
 
 // Quantises a matrix with the solver of the experts. Writes every byte of data [nbytes]. Throws
 // std::invalid_argument naming the first weight that is not finite, or above 65504 (8 bits) or 4096
 // (fewer). `threads` limits the workers; 0: no limit.
 void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads,
                  Solver solver = Solver::kLeastSquares);
+
+// Rearranges the rows of a file. Writes every byte of data [nbytes]. Throws std::invalid_argument for a scale
+// that is not finite. REQUIRES: layout.kept().
+void pack_kept_linear(const LinearLayout& layout, const FileMatrix& source, unsigned char* data, int threads);
+
+// Rows [first, first + count) as matrix [count, cols].
+void unpack_linear_rows(const LinearLayout& layout, const unsigned char* data, std::int64_t first,
+                        std::int64_t count, float* matrix);
 
 // matrix [rows, cols].
 void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix);

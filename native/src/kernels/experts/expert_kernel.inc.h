@@ -427,7 +427,7 @@ void activate(const GateSpec& spec, const float* gate, const float* up, float* o
 // 16 output rows of a linear layer for kTokens tokens.
 template <class E, int kTokens>
 void linear_tile(const LinearTask& task, std::int64_t tile, std::int64_t token) {
-  const std::int64_t bytes = std::int64_t{kTileRows} * kGroupColumns * task.bits / 8;
+  const std::int64_t bytes = task.group_bytes;
   const unsigned char* q = task.q + tile * task.groups * bytes;
   const unsigned char* sz = task.sz + tile * task.groups * kScaleBytes;
   const float* x[kTokens];
@@ -464,14 +464,16 @@ void linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
 }
 
 void linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.bits) {
-    case 2:
+  switch (task.encoding) {
+    case Encoding::kBits2:
       return linear_of<PackedBits<2>>(task, begin, end);
-    case 3:
+    case Encoding::kBits3:
       return linear_of<Bits3>(task, begin, end);
-    case 4:
+    case Encoding::kBits4:
       return linear_of<PackedBits<4>>(task, begin, end);
-    default:
+    case Encoding::kBits8:
       return linear_of<PackedBits<8>>(task, begin, end);
+    default:
+      for (std::int64_t tile = begin; tile < end; ++tile) kept_linear_tile(task, tile);
   }
 }

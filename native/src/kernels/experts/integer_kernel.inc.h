@@ -419,10 +419,12 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
     streams[i].sz = task.sz + tile * span_sz;
     streams[i].next_q = streams[i].q + (more ? span : 0);
     streams[i].next_sz = streams[i].sz + (more ? span_sz : 0);
+    streams[i].super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
-  tile_sums<W, kPlanes>(streams, task.groups, inputs, task.reading.ahead, Keeping{}, acc);
+  tile_sums<W, kPlanes>(streams, task.groups, inputs, task.reading.ahead, Keeping::of(task.encoding, true),
+                        acc);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (first + i * apart) * kTileRows;
     for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, row, acc[i][t]);
@@ -455,7 +457,7 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= task.tokens; t += 4) linear_range_of<W, kPlanes, 4>(task, begin, end, t);
   }
-  if constexpr (kMostTokens >= 2) {
+  if constexpr (kPairsOfTokens<W>) {
     for (; t + 2 <= task.tokens; t += 2) linear_range_of<W, kPlanes, 2>(task, begin, end, t);
   }
   for (; t < task.tokens; ++t) linear_range_of<W, kPlanes, 1>(task, begin, end, t);
@@ -495,14 +497,10 @@ void integer_block(const ForwardTask& task, std::int64_t local, bool stored, con
   entry_outputs(task, entry, stored ? partial_rows(task, task.slot_start[local]) : result_rows(task, entry),
                 next);
 }
-#if !defined(MOECHAT_KEPT)
 void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   if (task.many_x != nullptr) {
     const ManyTiles tiles(task.many);
     return task.many->linear(task, begin, end);
   }
-  MOECHAT_BY_CLASS(integer_linear_of, plain_encoding(task.bits), task.activation_bits, task, begin, end)
+  MOECHAT_BY_CLASS(integer_linear_of, task.encoding, task.activation_bits, task, begin, end)
 }
-#else
-constexpr void (*integer_linear)(const LinearTask&, std::int64_t, std::int64_t) = nullptr;
-#endif

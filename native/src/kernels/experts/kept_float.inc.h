@@ -122,6 +122,28 @@ void kept_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end)
   }
 }
 
+// 16 output rows of a linear layer for all tokens.
+void kept_linear_tile(const LinearTask& task, std::int64_t tile) {
+  const Keeping keeping = Keeping::of(task.encoding, true);
+  const unsigned char* super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
+  for (std::int64_t first = 0; first < task.tokens; first += kKeptTokens) {
+    const std::int64_t tokens = task.tokens - first < kKeptTokens ? task.tokens - first : kKeptTokens;
+    Vec acc[kKeptTokens];
+    for (std::int64_t t = 0; t < tokens; ++t) acc[t] = zero();
+    for (std::int64_t g = 0; g < task.groups; ++g) {
+      const std::int64_t at = tile * task.groups + g;
+      alignas(64) float values[kTileRows * kGroupColumns];
+      kept_values(task.encoding, task.q + at * task.group_bytes,
+                  {task.sz + at * kScaleBytes, keeping.super_of(super, g)}, values);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const float* x = task.x + ((first + t) * task.groups + g) * kGroupColumns;
+        acc[t] = add_kept_columns(values, x, acc[t]);
+      }
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) store_rows(task, first + t, tile * kTileRows, acc[t]);
+  }
+}
+
 void kept_block(const ForwardTask& task, std::int64_t local, bool stored) {
   const std::int64_t entry = task.entry_begin + local;
   for (int tile = 0; tile < kTilesPerBlock; ++tile) kept_neuron_tile(task, entry, tile);

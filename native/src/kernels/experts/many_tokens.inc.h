@@ -292,23 +292,30 @@ struct LinearCodes {
   const LinearTask& task;
   std::int64_t tile;
   std::int64_t end;
+  Keeping keeping;
 
   MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
-    const std::int64_t which = tile + 2 * pair + m;
-    const std::int64_t at = (which < end ? which : end - 1) * task.groups + group;
-    return {task.q + at * W::kGroupBytes, task.sz + at * kScaleBytes};
+    const std::int64_t asked = tile + 2 * pair + m;
+    const std::int64_t which = asked < end ? asked : end - 1;
+    const std::int64_t at = which * task.groups + group;
+    const unsigned char* super = nullptr;
+    if constexpr (W::kKept) {
+      super = keeping.super_of(super_tile(task.super, 0, task.encoding, which, task.groups, true), group);
+    }
+    return {task.q + at * W::kGroupBytes, task.sz + at * kScaleBytes, super};
   }
-  MOECHAT_INLINE Encoding encoding() const { return plain_encoding(task.bits); }
+  MOECHAT_INLINE Encoding encoding() const { return task.encoding; }
 };
 
 template <class W, int kPlanes>
 void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   alignas(64) float acc[kStripPairs * kPairSums];
+  const Keeping keeping = Keeping::of(task.encoding, true);
   for (std::int64_t tile = begin; tile < end; tile += 2 * kStripPairs) {
     const std::int64_t strip_end = end - tile < 2 * kStripPairs ? end : tile + 2 * kStripPairs;
     const std::int64_t pairs = (strip_end - tile + 1) / 2;
-    const LinearCodes<W> source{task, tile, strip_end};
-    const LinearCodes<W> then{task, strip_end, end};
+    const LinearCodes<W> source{task, tile, strip_end, keeping};
+    const LinearCodes<W> then{task, strip_end, end, keeping};
     const auto* after = strip_end < end ? &then : nullptr;
     for (std::int64_t done = 0; done < task.tokens; done += kChunkTokens) {
       const std::int64_t tokens = task.tokens - done < kChunkTokens ? task.tokens - done : kChunkTokens;
@@ -347,12 +354,8 @@ void many_neurons(const ForwardTask& task, std::int64_t entry, std::int64_t begi
 void many_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
   MOECHAT_BY_CLASS(many_outputs_of, task.layout->down_encoding, task.activation_bits, task, entry, begin, end)
 }
-#if !defined(MOECHAT_KEPT)
 void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
-  MOECHAT_BY_CLASS(many_linear_of, plain_encoding(task.bits), task.activation_bits, task, begin, end)
+  MOECHAT_BY_CLASS(many_linear_of, task.encoding, task.activation_bits, task, begin, end)
 }
-#else
-constexpr void (*many_linear)(const LinearTask&, std::int64_t, std::int64_t) = nullptr;
-#endif
 constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter, many_row_bytes, many_gather,  many_gather_slots,
                                     kEnter,     kLeave,     many_neurons,   many_outputs, many_linear};

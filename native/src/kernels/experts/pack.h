@@ -71,6 +71,26 @@ struct FileExpert {
   const ExpertBiases* biases;
 };
 
+// 16 rows of a file's matrix of `rows` rows and `cols` columns, from `row` and group `first_group` on, and
+// where its groups are written. Rows and columns outside the matrix are padding.
+struct KeptTile {
+  Encoding encoding;
+  FileMatrix source;
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t row;
+  std::int64_t first_group;
+  std::int64_t groups;
+  unsigned char* q;
+  unsigned char* sz;
+  unsigned char* super;  // not written if the encoding has none
+};
+// Returns false if a scale is not finite.
+bool pack_kept_tile(const KeptTile& tile);
+// Throws std::invalid_argument that states where.
+[[noreturn]] void refuse_scale(const char* name, Encoding encoding, const FileMatrix& source,
+                               std::int64_t rows, std::int64_t cols);
+
 // Rearranges an expert into a layout with kept encodings. Writes every byte of records [blocks,
 // record_bytes]. Throws std::invalid_argument for a scale that is not finite, or another layout.
 void pack_kept(const BlockLayout& layout, const FileExpert& source, unsigned char* records, int threads);

@@ -161,16 +161,18 @@ struct ManyTokens {
 
 // One linear_forward call.
 struct LinearTask {
-  int bits;
+  Encoding encoding;
   int activation_bits;
   std::int64_t rows;
   std::int64_t cols;
   std::int64_t groups;
-  const unsigned char* q;   // [tiles, groups] as gate.q
-  const unsigned char* sz;  // [tiles, groups] as gate.sz
-  const float* bias;        // [rows] or null
-  const float* x;           // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
-  const float* x_sums;      // [tokens, groups, 2], as ForwardTask::x_sums
+  std::int64_t group_bytes;
+  const unsigned char* q;      // [tiles, groups] as gate.q
+  const unsigned char* sz;     // [tiles, groups] as gate.sz
+  const unsigned char* super;  // [tiles] as gate.super; not read if the encoding has none
+  const float* bias;           // [rows] or null
+  const float* x;              // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
+  const float* x_sums;         // [tokens, groups, 2], as ForwardTask::x_sums
   QuantisedRows x_quantised;
   const unsigned char* many_x;  // [tokens] gathered, or null: fewer than `threshold`
   Reading reading;
@@ -268,7 +270,7 @@ struct KernelTable {
   // Rows [begin, end) of a product with 16-bit rows.
   void (*rows16)(const Rows16Task& task, std::int64_t begin, std::int64_t end);
   const IntegerKernels* integer;
-  const IntegerKernels* kept;  // for layouts with kept encodings; without `linear`
+  const IntegerKernels* kept;  // for kept encodings
   const DecodeKernels* decode;
 };
 

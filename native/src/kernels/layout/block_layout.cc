@@ -13,13 +13,6 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-void check_dimension(const char* name, std::int64_t value) {
-  if (value < 1 || value > kMaxDimension) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) +
-                                "; it must be between 1 and " + std::to_string(kMaxDimension));
-  }
-}
-
 Encoding encoding_of(int bits, bool fp16) {
   switch (bits) {
     case 2:
@@ -76,14 +69,21 @@ void place_fields(BlockLayout* layout, bool scaled, const std::int64_t (&supers)
   layout->record_bytes = round_up(offset, kRecordAlignment);
 }
 
+}  // namespace
+
+void check_dimension(const char* name, std::int64_t value) {
+  if (value < 1 || value > kMaxDimension) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) +
+                                "; it must be between 1 and " + std::to_string(kMaxDimension));
+  }
+}
+
 void check_columns(const char* name, std::int64_t columns, Encoding encoding) {
   const int block = kept_form(encoding).file_columns;
   if (columns % block == 0) return;
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(columns) +
                               "; this encoding has blocks of " + std::to_string(block) + " columns");
 }
-
-}  // namespace
 
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
                               bool has_bias, bool gated) {

@@ -140,6 +140,13 @@ struct BlockLayout {
   bool quantised() const { return bits != 16; }
 };
 
+// Throws std::invalid_argument for a size outside 1..2^20.
+void check_dimension(const char* name, std::int64_t value);
+
+// Throws std::invalid_argument unless the columns are whole blocks of the encoding. REQUIRES: it is a kept
+// one.
+void check_columns(const char* name, std::int64_t columns, Encoding encoding);
+
 // Throws std::invalid_argument for bits other than 2, 3, 4, 8, 16 or sizes outside 1..2^20.
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
                               bool has_bias, bool gated = true);

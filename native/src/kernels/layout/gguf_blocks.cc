@@ -279,12 +279,13 @@ void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, un
 }
 
 void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned char* words,
-                       const unsigned char* super, std::int64_t rows, int cols, float* matrix,
-                       std::int64_t stride) {
+                       const unsigned char* super, std::int64_t first, std::int64_t rows, int cols,
+                       float* matrix, std::int64_t stride) {
   const KeptForm form = kept_form(encoding);
   const int low = low_bits(form.code_bits);
   const unsigned char* high = q + std::int64_t{kTileRows} * kGroupColumns * low / 8;
-  for (std::int64_t row = 0; row < rows; ++row) {
+  for (std::int64_t row = first; row < first + rows; ++row) {
+    float* const to = matrix + (row - first) * stride;
     std::uint16_t halves[2] = {0, 0};
     for (int i = 0; i < form.super_halves; ++i) {
       halves[i] = load_half(super + (row * form.super_halves + i) * 2);
@@ -295,7 +296,7 @@ void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned
       if (form.code_bits > low) code |= plane_code(high, form.code_bits - low, row, c) << low;
       const Affine affine = affine_of(form, word, halves, c * form.subs / kGroupColumns);
       const auto value = static_cast<float>(kept_value(form.table, static_cast<int>(code)));
-      matrix[row * stride + c] = affine.step * value - affine.min;
+      to[c] = affine.step * value - affine.min;
     }
   }
 }
