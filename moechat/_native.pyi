@@ -221,6 +221,13 @@ def set_weight_streams(n: int) -> None:
 def num_threads() -> int:
     """Threads in use; initially :func:`available_cores`."""
 
+def check_file_rows(encoding: str, rows: _U8) -> None:
+    """Check that all scales of a GGUF file's rows [rows, bytes] are finite.
+
+    Raises:
+        ValueError: One is not, the message says where; or they are no whole blocks.
+    """
+
 def kept_encodings() -> dict[str, tuple[int, int, int]]:
     """Encodings of GGUF files that blocks can keep, by name: bits of a code, columns and bytes of a block.
 
@@ -504,25 +511,16 @@ def pack_linear(
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 
-def pack_kept_linear(layout: LinearLayout, rows: _U8) -> _U8:
+def pack_kept_linear(layout: LinearLayout, rows: _U8, out: _U8) -> None:
     """Rearrange the rows of a GGUF file; the values stay the same.
 
     Args:
         layout: One of a kept encoding.
         rows: [rows, bytes]; the rows may be apart.
-
-    Returns:
-        uint8 [layout.nbytes], aligned to 64 bytes.
+        out: uint8 [layout.nbytes], overwritten.
 
     Raises:
         ValueError: A scale is not finite; shapes or types do not match.
-    """
-
-def unpack_linear_rows(layout: LinearLayout, data: _U8, first: int, count: int) -> _F32:
-    """Return the values of rows [first, first + count) of a packed matrix, float32 [count, cols].
-
-    Raises:
-        ValueError: Rows outside the matrix; shape or type does not match.
     """
 
 def unpack_linear(layout: LinearLayout, data: _U8) -> _F32:

@@ -7,9 +7,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moechat.errors import CheckpointError, UsageError
 from moechat.fetch.repository import RemoteFile, RemoteRepository
 from moechat.fetch.transfer import Transfer
@@ -122,12 +119,6 @@ class GgufShard(Shard):
         """See :class:`moechat.store.tensors.EncodedFile`."""
         source = self._sources[name]
         return kept_encoding(source, self._header.tensors[source.tensor])
-
-    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
-        """See :class:`moechat.store.tensors.EncodedFile`."""
-        file = self._require_open(name)
-        assert isinstance(file, GgufView)
-        return file.encoded_rows(name, expert)
 
     def _whole(self, path: Path) -> GgufView:
         file = GgufFile.open(path)

@@ -8,7 +8,7 @@ from moechat.config import user_paths
 from moechat.loading.model import Progress, Report
 from moechat.models.dense import load_dense
 from moechat.models.dense_form import DenseForm
-from moechat.models.packed import pack_layers
+from moechat.models.packed import keep_layers, pack_layers
 from moechat.models.packed_file import PackedFile
 from moechat.models.skeleton import Skeleton
 from moechat.offload.placement import ModelPlacement
@@ -40,12 +40,13 @@ def load_weights(
         DoesNotFitError: The packed weights do not fit.
     """
     load_dense(skeleton, store.dense, form)
-    if not form.packs:
+    keep_layers(skeleton, store.dense, form)
+    if not form.quantised:
         return
     records = store.manifest.files.items()
     hashes = {name: record.sha256 for name, record in records if name.startswith(DENSE_PREFIX)}
     file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
-    used = sorted({bits for name in form.linears for _, _, bits in form.parts_of(name)})
+    used = sorted({bits for name in form.quantised for _, _, bits in form.parts_of(name)}, key=str)
     detail = f"dense weights in {' and '.join(map(str, used))} bits"
     pack_layers(
         skeleton,

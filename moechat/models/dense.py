@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 
 from moechat.errors import CheckpointError
-from moechat.models.checkpoint_mapping import READABLE_TYPES, combine, map_keys, missing_dense
-from moechat.models.dense_form import HALVES, DenseForm, packed_bytes
+from moechat.models.checkpoint_mapping import READABLE_TYPES, Target, combine, map_keys, missing_dense
+from moechat.models.dense_form import HALVES, DenseForm, encoded_bytes, part_bytes
+from moechat.models.joined_weights import joins_rows
 from moechat.models.light_meta import light_meta
-from moechat.models.linear import StoredEmbedding, StoredLinear
+from moechat.models.linear import StoredEmbedding, StoredLinear, encoded_embedding
 from moechat.models.skeleton import Skeleton
 
 
@@ -31,18 +33,36 @@ class TensorHeaders(Protocol):
         """Safetensors type name and shape."""
         ...
 
+    def dense_encoding(self, key: str) -> str | None:
+        """The encoding that a store has, or will have, of a dense tensor; ``None``: its type."""
+        ...
+
 
 class HeaderTable(dict[str, tuple[str, tuple[int, ...]]]):
-    """Headers in memory: type and shape by name. A :class:`TensorHeaders`."""
+    """Headers in memory: type and shape by name. A :class:`TensorHeaders`.
+
+    Attributes:
+        encodings: By name, of the tensors that have one.
+    """
+
+    encodings: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, source: TensorHeaders) -> HeaderTable:
         """A copy that outlives the files of its source."""
-        return cls({key: source.info(key) for key in source.keys()})  # noqa: SIM118 - no mapping
+        keys = tuple(source.keys())
+        table = cls({key: source.info(key) for key in keys})
+        encodings = {key: source.dense_encoding(key) for key in keys}
+        table.encodings = {key: found for key, found in encodings.items() if found is not None}
+        return table
 
     def info(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Safetensors type name and shape."""
         return self[key]
+
+    def dense_encoding(self, key: str) -> str | None:
+        """The encoding of a tensor that has one."""
+        return self.encodings.get(key)
 
 
 class TensorSource(TensorHeaders, Protocol):
@@ -54,6 +74,14 @@ class TensorSource(TensorHeaders, Protocol):
 
     def release(self, names: Iterable[str]) -> None:
         """Drop the mapped pages of tensors from this process; views that remain read them again."""
+        ...
+
+
+class EncodedTensorSource(TensorSource, Protocol):
+    """A store's dense files, in which tensors may be encoded."""
+
+    def encoded_rows(self, name: str, expert: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The rows of a tensor that has an encoding, ``uint8 [rows, bytes]``; a view of the file."""
         ...
 
 
@@ -95,44 +123,103 @@ def stored_types(skeleton: Skeleton, source: TensorHeaders) -> dict[str, torch.d
     return found
 
 
+def stored_encodings(skeleton: Skeleton, source: TensorHeaders) -> dict[str, str]:
+    """Encoding of each weight of a model that is stored in whole encoded rows."""
+    found = {}
+    for target in map_keys(skeleton, source.keys())[0].values():
+        encodings = {source.dense_encoding(key) for key in target.keys}
+        encoding = encodings.pop()
+        whole = len(target.keys) == 1 if target.converter is None else joins_rows(target.converter)
+        if encoding is not None and not encodings and whole:
+            found[target.name] = encoding
+    return found
+
+
+def encoded_targets(skeleton: Skeleton, source: TensorHeaders, form: DenseForm) -> dict[str, Target]:
+    """The stored weight of each layer whose weights are encoded."""
+    targets, _ = map_keys(skeleton, source.keys())
+    return {layer: targets[weight] for layer, weight in form.encoded.items()}
+
+
+def encoded_rows(skeleton: Skeleton, source: EncodedTensorSource, target: Target) -> np.ndarray[Any, Any]:
+    """The rows of an encoded weight, ``uint8 [rows, bytes]``; a view of the file where possible.
+
+    Raises:
+        CheckpointError: Its parts do not fit together.
+    """
+    if target.converter is None:
+        return source.encoded_rows(target.keys[0], None)
+    parts = {key: torch.tensor(source.encoded_rows(key, None)) for key in target.keys}
+    return combine(target, parts, skeleton.model)[target.name].numpy()
+
+
+def read_weight(skeleton: Skeleton, source: TensorSource, target: Target) -> torch.Tensor:
+    """The values of a weight, in the type that its source appears as.
+
+    Raises:
+        CheckpointError: As :func:`read_tensor`, or its parts do not fit together.
+    """
+    tensors = {key: read_tensor(source, key) for key in target.keys}
+    return combine(target, tensors, skeleton.model)[target.name]
+
+
 def loading_bytes(skeleton: Skeleton, source: TensorHeaders, form: DenseForm | None = None) -> int:
     """Largest temporary memory of :func:`load_dense`, besides the loaded weights.
 
     Weights are loaded one at a time. A weight used as stored needs no more. For one in another type or form,
-    the mapped pages of its source count until they are released. For a rule that combines sources, its result
-    in the type of the source counts too, and the input of its last step if it has several.
+    the mapped pages of its source count until they are released, and the decoded values of encoded rows. For
+    a rule that combines sources, its result in the type of the source counts too, and the input of its last
+    step if it has several.
 
     Raises:
         CheckpointError: A weight's type is not supported.
     """
     expert_names = skeleton.expert_names
     targets, _ = map_keys(skeleton, source.keys())
-    kept = frozenset() if form is None else form.kept
-    packed = set() if form is None or not form.packs else {f"{name}.weight" for name in form.linears}
+    form = DenseForm(16, 0) if form is None else form
+    quantised = {f"{name}.weight": form.parts_of(name) for name in form.quantised}
+    for layer, weight in form.encoded.items():
+        if f"{layer}.weight" in quantised:  # the stored weight may have the name of another layer
+            quantised[weight] = quantised[f"{layer}.weight"]
+    encoded = set(form.encoded.values())
     most = 0
     for target in targets.values():
         if target.name in expert_names:
             continue
-        infos = [_type_and_shape(source, key) for key in target.keys]
-        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in infos)
+        rows, values = _encoded_and_values(source, target.keys)
         reference = skeleton.state.get(target.name)
-        if target.converter is not None:
-            size *= 1 + min(2, max(1, len(target.converter.operations)))
+        parts = quantised.get(target.name, ())
+        size = rows + values
+        if target.name in encoded and not parts:
+            size = rows if target.converter is None else 3 * rows
+        elif target.converter is not None:
+            size += values * min(2, max(1, len(target.converter.operations)))
+        elif parts:
+            size += sum(map(part_bytes, parts))
         elif reference is not None:
             wanted = reference.dtype
             if reference.is_floating_point():
                 wanted = _wanted_type(skeleton.model, target.name, wanted)
-            as_it_is = target.name in kept or all(dtype == wanted for dtype, _ in infos)
-            if form is not None and target.name in packed:
-                parts = form.parts_of(target.name.removesuffix(".weight"))
-                size += sum(packed_bytes(*part) for part in parts)
-            elif as_it_is:
-                size = 0
+            types = {_type_and_shape(source, key)[0] for key in target.keys}
+            if target.name in form.kept or types == {wanted}:
+                size = rows
         most = max(most, size)
     return most
 
 
-def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None = None) -> None:
+def _encoded_and_values(source: TensorHeaders, keys: Iterable[str]) -> tuple[int, int]:
+    """Bytes of the encoded rows of tensors, and of all their values in the types that they appear as."""
+    rows = values = 0
+    for key in keys:
+        dtype, shape = _type_and_shape(source, key)
+        values += dtype.itemsize * math.prod(shape)
+        encoding = source.dense_encoding(key)
+        if encoding is not None:
+            rows += encoded_bytes(math.prod(shape[:-1]), shape[-1], encoding)
+    return rows, values
+
+
+def load_dense(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm | None = None) -> None:
     """Load the dense weights of ``source`` into the skeleton and make the model ready to run.
 
     Weights that have the model's type, or that ``form`` keeps in the stored one, stay mapped from their file;
@@ -142,8 +229,8 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
     Args:
         skeleton: A model on the meta device.
         source: Source of the weights.
-        form: Form of the weights in memory; ``None``: torch tensors in the model's type. Layers to be packed
-            are left to :func:`moechat.models.packed.pack_layers`.
+        form: Form of the weights in memory; ``None``: torch tensors in the model's type. Linear layers to be
+            packed are left to :mod:`moechat.models.packed`; until then encoded weights have no values.
 
     Raises:
         CheckpointError: A weight is missing, or its shape differs from the configuration's.
@@ -152,8 +239,13 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
     expert_names = skeleton.expert_names
     targets, _ = map_keys(skeleton, source.keys())
     loaded: set[str] = set()
+    encoded = set() if form is None else set(form.encoded.values())
     for target in targets.values():
         if target.name in expert_names:
+            continue
+        if target.name in encoded:
+            _assign_placeholder(skeleton, target.name)
+            loaded.add(target.name)
             continue
         tensors = {key: read_tensor(source, key) for key in target.keys}
         for name, tensor in combine(target, tensors, model).items():
@@ -175,14 +267,28 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
     if stray:
         raise CheckpointError(f"{len(stray)} weights were never loaded, first {stray[0]!r}")
     if form is not None:
-        _install_stored_layers(skeleton, form)
+        _install_stored_layers(skeleton, source, form)
 
 
-def _install_stored_layers(skeleton: Skeleton, form: DenseForm) -> None:
-    """Replace torch's layers by those that read 16-bit rows as stored."""
+def _assign_placeholder(skeleton: Skeleton, name: str) -> None:
+    """A weight of the right shape that takes no memory, for a layer that will be replaced."""
+    assign_weight(
+        skeleton, name, torch.zeros((), dtype=torch.float16).expand(skeleton.state[name].shape), keep=True
+    )
+
+
+def _install_stored_layers(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm) -> None:
+    """Replace torch's layers by those that read rows as stored, in 16 bits or encoded."""
     model = skeleton.model
     changed: dict[str, nn.Module] = {}
+    encoded = encoded_targets(skeleton, source, form)
     for name, module in model.named_modules():
+        if name in encoded:
+            if isinstance(module, nn.Embedding):
+                rows = encoded_rows(skeleton, source, encoded[name])
+                dtype = model_type(skeleton, f"{name}.weight")
+                changed[name] = encoded_embedding(module, rows, form.encodings[name], dtype)
+            continue
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype not in HALVES:
             continue

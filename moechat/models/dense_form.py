@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
-from moechat.geometry import DenseBits
+from moechat import _native
+from moechat.geometry import AUTO_BITS, DenseBits
 from moechat.models.decode.latent import latent_projections
+from moechat.models.linear import only_scales_rows
 from moechat.models.skeleton import Skeleton
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -37,11 +39,11 @@ _HEAD = "lm_head"
 _WIDE_ROWS = 1 / 8
 _TILE_ROWS = 16
 
-Part = tuple[int, int, int]
+Part = tuple[int, int, int | str]
 
 
 def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
-    """Parts of a matrix with ``auto``, from the first row on: rows, columns and bits of each.
+    """Parts of a matrix with ``auto`` that is packed, from the first row on: rows, columns and bits of each.
 
     Query, key and output projections have 4 bits, the head 8 for its first rows and 4 for the others, all
     other matrices 8.
@@ -59,11 +61,23 @@ def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
 
 
 def packed_bytes(rows: int, cols: int, bits: int) -> int:
-    """Bytes of a packed matrix: rows padded to 16, columns to 64, codes, and four bytes of scales for each
+    """Bytes of a quantised matrix: rows padded to 16, columns to 64, codes, and four bytes of scales for each
     row of a group.
     """
     padded_rows, groups = -(-rows // 16) * 16, -(-cols // 64)
     return padded_rows * groups * (64 * bits // 8 + 4)
+
+
+def part_bytes(part: Part) -> int:
+    """Bytes of a part of a packed layer."""
+    rows, cols, bits = part
+    return packed_bytes(rows, cols, bits) if isinstance(bits, int) else _native.LinearLayout(*part).nbytes
+
+
+def encoded_bytes(rows: int, cols: int, encoding: str) -> int:
+    """Bytes of a matrix in the rows of a GGUF file."""
+    _, block, block_bytes = _native.kept_encodings()[encoding]
+    return rows * (cols // block) * block_bytes
 
 
 def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
@@ -133,11 +147,16 @@ class DenseForm:
     """Form of the dense weights in memory.
 
     Attributes:
-        bits: 16: as stored; 8 or 4: packed; ``auto``: packed, each in its own.
+        bits: 16: as stored; 8 or 4: quantised; ``auto``: as stored where the weights are encoded, else
+            quantised, each in its own.
         activation_bits: Type of the inputs in products with packed weights.
         linears: Names of the layers that are not torch's, with rows and columns.
         embeddings: Names of the embeddings that keep the stored type.
         kept: Names of the weights that keep the stored type instead of the model's.
+        encodings: Layers that use the encoded rows of a store (:mod:`moechat.store.encoded_file`), and their
+            encoding. Linear ones are packed in it, which changes no value.
+        encoded: Layers whose weights are encoded in the store, with the name of the stored weight. Their
+            weights are not loaded as tensors.
         nbytes: Bytes of all weights and buffers in memory, shared memory counted once.
         head_bytes: Bytes of the head, included in ``nbytes``.
         in_layers: Bytes of weights between the embedding and the head, included in ``nbytes``.
@@ -149,6 +168,8 @@ class DenseForm:
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    encodings: Mapping[str, str] = field(default_factory=dict)
+    encoded: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     head_bytes: int = 0
     in_layers: int = 0
@@ -156,24 +177,43 @@ class DenseForm:
 
     @property
     def packs(self) -> bool:
-        """Whether weights are packed, which needs their values."""
+        """Whether linear layers are quantised, which needs the values of their weights."""
         return self.bits != 16
 
     @property
+    def quantised(self) -> list[str]:
+        """Names of the linear layers that are quantised, sorted."""
+        return sorted(self.linears.keys() - self.encodings.keys()) if self.packs else []
+
+    @property
+    def kept_linears(self) -> list[str]:
+        """Names of the linear layers that keep the encoding of the store, sorted."""
+        return sorted(self.linears.keys() & self.encodings.keys())
+
+    @property
     def title(self) -> str:
-        """Bits of the weights by the kind of their layer, for people."""
-        kinds: dict[str, set[int]] = {}
-        for name in self.linears if self.packs else ():
-            kinds.setdefault(name.rpartition(".")[2], set()).update(part[2] for part in self.parts_of(name))
+        """Bits or encodings of the weights by the kind of their layer, for people."""
+        kinds: dict[str, set[str]] = {}
+        for name in (*self.quantised, *self.kept_linears):
+            labels = kinds.setdefault(name.rpartition(".")[2], set())
+            labels.update(_label(part[2]) for part in self.parts_of(name))
         groups: dict[str, list[str]] = {}
-        for kind, bits in kinds.items():
-            groups.setdefault(" and ".join(map(str, sorted(bits, reverse=True))), []).append(kind)
-        packed = [f"{', '.join(sorted(groups[bits]))} {bits} bits" for bits in sorted(groups)]
+        for kind, found in kinds.items():
+            label = " and ".join(sorted(found, reverse=True))
+            groups.setdefault(label.replace(" bits and ", " and "), []).append(kind)
+        order = sorted(groups, key=lambda label: label.removesuffix(" bits"))
+        packed = [f"{', '.join(sorted(groups[label]))} {label}" for label in order]
         return "; ".join([*packed, "others not packed" if packed else "not packed"])
 
     def parts_of(self, name: str) -> tuple[Part, ...]:
-        """Parts of a layer in :attr:`linears`, from the first row on: rows, columns and bits of each."""
-        return _parts(self.bits, name, *self.linears[name])
+        """Parts of a layer in :attr:`linears`, from the first row on: rows, columns, and bits or encoding."""
+        rows, cols = self.linears[name]
+        encoding = self.encodings.get(name)
+        return _parts(self.bits, name, rows, cols) if encoding is None else ((rows, cols, encoding),)
+
+
+def _label(bits: int | str) -> str:
+    return f"{bits} bits" if isinstance(bits, int) else bits.upper()
 
 
 def _parts(bits: DenseBits, name: str, rows: int, cols: int) -> tuple[Part, ...]:
@@ -186,6 +226,7 @@ def choose_form(
     *,
     bits: DenseBits,
     activation_bits: int,
+    encodings: Mapping[str, str] | None = None,
     reads: WatchedReads | None = None,
     stored_rows: bool = True,
 ) -> DenseForm:
@@ -197,19 +238,21 @@ def choose_form(
             split from one tensor are missing here and stay torch tensors.
         bits: 16, 8, 4 or ``auto``.
         activation_bits: 8, 16 or 32.
+        encodings: Encoding of each weight that has one in the store, by its name in the model.
         reads: Reads seen in a trial pass.
-        stored_rows: Let layers that are not packed read 16-bit rows as stored, if possible; ``False``, as on
-            a GPU: they stay torch layers in the model's type.
+        stored_rows: Let layers that are not packed read rows as stored, if possible; ``False``, as on a GPU:
+            they stay torch layers in the model's type.
     """
     model = skeleton.model
     avoided = latent_projections(model) | (set() if reads is None else reads.modules)
     routers = {(entry.num_experts, entry.hidden_size) for entry in skeleton.experts}
 
-    def replaceable(module: nn.Module) -> bool:
+    def replaceable(module: nn.Module, *, is_encoded: bool = False) -> bool:
         if module in avoided:
             return False
-        if type(module) is nn.Embedding:
-            return module.max_norm is None and not module.sparse
+        if isinstance(module, nn.Embedding):
+            plain = module.max_norm is None and not module.sparse
+            return plain and (type(module) is nn.Embedding or (is_encoded and only_scales_rows(type(module))))
         shape = tuple(module.weight.shape) if type(module) is nn.Linear else ()
         return len(shape) == 2 and min(shape) >= _LEAST_SIDE and shape not in routers
 
@@ -221,6 +264,8 @@ def choose_form(
                 users.setdefault(id(parameter), []).append((name, module, leaf))
                 tensors[id(parameter)] = parameter
     linears: dict[str, tuple[int, int]] = {}
+    found_encodings: dict[str, str] = {}
+    encoded: dict[str, str] = {}
     embeddings: set[str] = set()
     kept: set[str] = set()
     sizes: dict[int, dict[str, int]] = {}  # bytes of a parameter by use: "stored" or the name of a layer
@@ -228,12 +273,32 @@ def choose_form(
         of = users[key]
         names = [f"{name}.{leaf}" if name else leaf for name, _, leaf in of]
         types = {stored[name] for name in names if name in stored}
-        fit = all(leaf == "weight" and replaceable(module) for _, module, leaf in of)
+        weight = next((name for name in names if name in (encodings or {})), None)
+        fit = all(
+            leaf == "weight" and replaceable(module, is_encoded=weight is not None) for _, module, leaf in of
+        )
         sizes[key] = {"stored": parameter.nbytes}
         if len(types) != 1:
             continue
         (kind,) = types
         whole = stored_rows and fit and kind in HALVES
+        if whole and encodings is not None and weight is not None:
+            rows, cols = parameter.shape
+            sizes[key] = {}
+            for name, module, _ in of:
+                encoded[name] = weight
+                if isinstance(module, nn.Embedding):
+                    found_encodings[name] = encodings[weight]
+                    sizes[key]["stored"] = encoded_bytes(rows, cols, encodings[weight])
+                    continue
+                linears[name] = (rows, cols)
+                if bits in (16, AUTO_BITS):
+                    found_encodings[name] = encodings[weight]
+                    sizes[key][name] = part_bytes((rows, cols, encodings[weight]))
+                else:
+                    sizes[key][name] = sum(map(part_bytes, _parts(bits, name, rows, cols)))
+            kept.update(names)
+            continue
         if whole:
             kept.update(names)
             sizes[key] = {"stored": parameter.numel() * kind.itemsize}
@@ -248,7 +313,7 @@ def choose_form(
             elif whole:
                 embeddings.add(name)
         for name in packed:
-            sizes[key][name] = sum(packed_bytes(*part) for part in _parts(bits, name, *linears[name]))
+            sizes[key][name] = sum(map(part_bytes, _parts(bits, name, *linears[name])))
         if packed and len(packed) == len(of):
             # Only the packer reads it, in the stored type.
             kept.update(names)
@@ -278,6 +343,8 @@ def choose_form(
         linears=linears,
         embeddings=frozenset(embeddings),
         kept=frozenset(kept),
+        encodings=found_encodings,
+        encoded=encoded,
         nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
         head_bytes=head,
         in_layers=in_layers,

@@ -13,7 +13,13 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 
 class _Join(ConversionOps):
-    """Makes one tensor of those of all source patterns, in their order."""
+    """Makes one tensor of those of all source patterns, in their order.
+
+    Attributes:
+        by_rows: Rows stay whole, so that encoded ones can be joined too.
+    """
+
+    by_rows = False
 
     def convert(
         self,
@@ -46,6 +52,8 @@ class JoinLatentHeads(_Join):
 class JoinKeyHeads(_Join):
     """``in_proj_qkvz`` of all queries, keys and values, and all gates: by heads of keys."""
 
+    by_rows = True
+
     def _joined(self, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
         mixed, gates = parts
         heads, size = config.linear_num_key_heads, config.linear_key_head_dim
@@ -56,6 +64,8 @@ class JoinKeyHeads(_Join):
 
 class JoinRows(_Join):
     """The rows of both tensors, one after the other."""
+
+    by_rows = True
 
     def _joined(self, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
         return torch.cat(parts)
@@ -92,3 +102,9 @@ def joining_rules(parameters: Iterable[str]) -> list[WeightConverter]:
 def joins(rule: WeightConverter | None) -> bool:
     """Whether a rule is one of :func:`joining_rules`."""
     return rule is not None and any(isinstance(operation, _Join) for operation in rule.operations)
+
+
+def joins_rows(rule: WeightConverter | None) -> bool:
+    """Whether a rule joins tensors by whole rows."""
+    operations = [] if rule is None else rule.operations
+    return bool(operations) and all(isinstance(each, _Join) and each.by_rows for each in operations)

@@ -1,5 +1,5 @@
-"""Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, or 8 or 4
-bits packed in groups.
+"""Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, 8 or 4 bits
+packed in groups, or the encoding of a GGUF file.
 
 They replace ``nn.Linear`` and ``nn.Embedding`` modules. In decoding, dense weights are most of the bytes read
 per token, so they are neither widened nor copied:
@@ -7,17 +7,19 @@ per token, so they are neither widened nor copied:
 - :class:`StoredLinear` reads bf16 or fp16 rows in the mapped file. A few tokens use the native kernel, with
   float32 products and sums. Many tokens use torch: in bf16 if inputs and weights both are bf16, else panels
   of rows are widened to float32 one at a time.
-- :class:`PackedLinear` reads weights packed by the experts' quantiser, natively for any number of tokens;
-  :class:`SplitLinear` has several of them for its rows.
-- :class:`StoredEmbedding` converts only the rows that are looked up.
+- :class:`PackedLinear` reads weights packed by the experts' quantiser, or rearranged from a GGUF file,
+  natively for any number of tokens; :class:`SplitLinear` has several of them for its rows.
+- :class:`StoredEmbedding` converts only the rows that are looked up, :class:`EncodedEmbedding` decodes them.
 
 Results do not depend on the number of threads, nor on other tokens of a pass of the same kind.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +136,7 @@ class StoredLinear(_Dense):
 
 
 class PackedLinear(_Dense):
-    """``nn.Linear`` with its weights packed in 8 or 4 bits.
+    """``nn.Linear`` with its weights packed in 8 or 4 bits, or in the encoding of a GGUF file.
 
     Args:
         layout: Layout of the packed weights.
@@ -252,3 +254,70 @@ class StoredEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class EncodedEmbedding(nn.Embedding):
+    """``nn.Embedding`` with its rows as in a GGUF file; see :func:`encoded_embedding`.
+
+    Its weight has the model's type and the right shape, and no values.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    encoding: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows.nbytes
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``[..., embedding_dim]`` of the given ids.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        flat = ids.reshape(-1).numpy()
+        if flat.size and not 0 <= flat.min() <= flat.max() < len(self.rows):
+            raise IndexError(f"ids {flat.min()} to {flat.max()} are not within {len(self.rows)} rows")
+        values = torch.empty((len(flat), self.embedding_dim), dtype=torch.float32)
+        _native.decode_file_rows(self.encoding, self.rows[flat], values.numpy())
+        return values.to(self.weight.dtype).reshape(*ids.shape, self.embedding_dim)
+
+
+def encoded_embedding(
+    module: nn.Embedding, rows: npt.NDArray[np.uint8], encoding: str, dtype: torch.dtype
+) -> nn.Embedding:
+    """An embedding that reads encoded rows in place, otherwise as ``module``.
+
+    If the class of ``module`` is a subclass, its own computation stays: it has to take the rows from
+    ``super().forward()`` (:func:`only_scales_rows`).
+
+    Args:
+        module: An embedding; its weight is not read.
+        rows: uint8 ``[num_embeddings, bytes]``.
+        encoding: Theirs.
+        dtype: Type of the result.
+    """
+    own = type(module)
+    kind: Any = EncodedEmbedding
+    if own is not nn.Embedding:
+        kind = type(
+            own.__name__, (own, EncodedEmbedding), {}
+        )  # super() in its methods finds EncodedEmbedding
+    made: EncodedEmbedding = kind.__new__(kind)
+    made.__dict__.update(module.__dict__)
+    empty = torch.zeros((), dtype=dtype).expand(module.num_embeddings, module.embedding_dim)
+    made._parameters = dict(module._parameters) | {"weight": nn.Parameter(empty, requires_grad=False)}
+    made.rows, made.encoding = rows, encoding
+    return made
+
+
+def only_scales_rows(kind: type[nn.Embedding]) -> bool:
+    """Whether an embedding class takes its rows from ``nn.Embedding.forward``, as far as its source shows."""
+    if kind is nn.Embedding:
+        return True
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+    return "super().forward(" in source and "embedding(" not in source

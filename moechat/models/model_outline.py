@@ -24,7 +24,7 @@ from moechat.geometry import (
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_types
+from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_encodings, stored_types
 from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.dense_weights import DenseWeights, count_dense_weights
 from moechat.models.footprint import (
@@ -306,6 +306,7 @@ def outline_skeleton(
         bits=16 if on_gpu and dense_bits == AUTO_BITS else dense_bits,
         # A GPU computes in floats. With 16 bits the logits hardly depend on the blocks that the CPU computes.
         activation_bits=max(16, activation_bits) if on_gpu else activation_bits,
+        encodings=stored_encodings(skeleton, source),
         reads=reads,
         stored_rows=not on_gpu,
     )

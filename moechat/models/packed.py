@@ -1,5 +1,7 @@
-"""Packs dense layers in 8 or 4 bits during loading, for CPU or GPU; :mod:`moechat.models.packed_file` caches
-the result.
+"""Packs dense layers during loading.
+
+:func:`pack_layers` quantises them to 8 or 4 bits, for CPU or GPU; :mod:`moechat.models.packed_file` caches
+the result. :func:`keep_layers` rearranges encoded rows of a store, for the CPU.
 """
 
 from __future__ import annotations
@@ -14,15 +16,24 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.errors import UnsupportedModelError
+from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.checkpoint_mapping import map_keys
-from moechat.models.dense import TensorSource, model_type, replace_modules
+from moechat.models.dense import (
+    EncodedTensorSource,
+    TensorSource,
+    encoded_rows,
+    encoded_targets,
+    model_type,
+    read_weight,
+    replace_modules,
+)
 from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear, SplitLinear
 from moechat.models.packed_file import SOLVER, Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
 
 PackCallback = Callable[[int, int], None]
+_ALIGNMENT = 64
 
 
 class PackedMemory(Protocol):
@@ -93,6 +104,43 @@ class _HostMemory:
         return parts[0] if len(parts) == 1 else SplitLinear(parts)
 
 
+def keep_layers(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm) -> None:
+    """Replace the layers that keep the encoding of the store; their values do not change.
+
+    Args:
+        skeleton: Model with its dense weights loaded.
+        source: The store's dense files; pages of the rows are released.
+        form: Form of the weights.
+
+    Raises:
+        CheckpointError: A scale is not finite.
+    """
+    model, names = skeleton.model, form.kept_linears
+    if not names:
+        return
+    encoded = encoded_targets(skeleton, source, form)
+    layouts = {name: _native.LinearLayout(*form.parts_of(name)[0]) for name in names}
+    data = _native.huge_empty(sum(_aligned(layout.nbytes) for layout in layouts.values()))
+    changed: dict[str, nn.Module] = {}
+    at = 0
+    for name, layout in layouts.items():
+        part = data[at : at + layout.nbytes]
+        try:
+            _native.pack_kept_linear(layout, encoded_rows(skeleton, source, encoded[name]), part)
+        except ValueError as error:
+            raise CheckpointError(f"{encoded[name].name} cannot be read: {error}") from error
+        source.release(encoded[name].keys)
+        bias: Any = model.get_submodule(name).bias
+        dtype = model_type(skeleton, f"{name}.weight")
+        changed[name] = PackedLinear(layout, part, bias, form.activation_bits, dtype)
+        at += _aligned(layout.nbytes)
+    replace_modules(model, changed)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def pack_layers(
     skeleton: Skeleton,
     source: TensorSource,
@@ -101,13 +149,12 @@ def pack_layers(
     progress: PackCallback | None = None,
     memory: PackedMemory | None = None,
 ) -> bool:
-    """Replace the layers that ``form`` names with packed ones, read from the file or packed and written to
-    it.
+    """Replace the layers that are quantised with packed ones, read from the file or packed and written to it.
 
     Args:
         skeleton: Model with its dense weights loaded.
         source: Source of the weights; its pages are released.
-        form: Form with 8 or 4 bits.
+        form: Form with layers that are quantised.
         file: Cache of the packed layers. If it cannot be written, the next start packs again.
         progress: Called with bytes packed and bytes in total.
         memory: Memory for the layers; ``None``: host memory.
@@ -122,24 +169,31 @@ def pack_layers(
     memory = _HostMemory(file.nbytes, form.activation_bits) if memory is None else memory
     found = memory.read(file)
     targets, _ = map_keys(skeleton, source.keys())
+    encoded = encoded_targets(skeleton, source, form)
     changed: dict[str, nn.Module] = {}
     at = 0
-    for name in sorted(form.linears):
+    for name in form.quantised:
         layouts = [_native.LinearLayout(*part) for part in form.parts_of(name)]
         module: Any = model.get_submodule(name)
         nbytes = sum(layout.nbytes for layout in layouts)
         if not found:
             try:
-                _pack(memory, at, layouts, _matrix(module.weight.detach()))
+                weight = module.weight.detach()
+                if name in encoded:
+                    weight = read_weight(skeleton, source, encoded[name])
+                _pack(memory, at, layouts, _matrix(weight))
             except ValueError as error:
                 bits = " and ".join(str(layout.bits) for layout in layouts)
                 raise UnsupportedModelError(
                     f"{name} cannot be packed in {bits} bits: {error}",
                     hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
                 ) from error
-            target = targets.get(f"{name}.weight")  # None if the weight is tied to another one
+            target = encoded.get(name) or targets.get(
+                f"{name}.weight"
+            )  # None if the weight is tied to another one
             if target is not None:
                 source.release(target.keys)
+            del weight
             if progress is not None:
                 progress(at + nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")

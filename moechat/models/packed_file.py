@@ -63,10 +63,10 @@ class PackedFile:
         Args:
             directory: Directory of packed files; created by the first write.
             dense_files: SHA-256 of the store's dense files by name.
-            form: Layers to pack and their bits.
+            form: Layers that are quantised and their bits.
             dtype: Type of the model, from which weights are packed that are not kept as stored.
         """
-        layers = [(name, *part) for name in sorted(form.linears) for part in form.parts_of(name)]
+        layers = [(name, *part) for name in form.quantised for part in form.parts_of(name)]
         content = {
             "format": _FORMAT,
             "group_format": _native.BLOCK_FORMAT_VERSION,

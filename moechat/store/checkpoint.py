@@ -110,6 +110,14 @@ class Checkpoint:
             matrix = matrix.T[ref.taken]
         return matrix if matrix.flags.aligned else matrix.copy()
 
+    def dense_encoding(self, key: str) -> str | None:
+        """See :meth:`TensorSet.dense_encoding`.
+
+        Raises:
+            CheckpointError: The tensor does not exist.
+        """
+        return self.tensors.dense_encoding(key)
+
     def encoding(self, ref: MatrixRef) -> str | None:
         """The encoding of a matrix that a store can keep, as in :func:`moechat._native.kept_encodings`.
 

@@ -13,6 +13,7 @@ from moechat.errors import CheckpointError
 from moechat.geometry import ExpertGeometry
 from moechat.store.calibrated import Calibration, PackExpert
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.encoded_file import dense_chunks
 from moechat.store.expert_refs import ExpertRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
@@ -157,9 +158,11 @@ class Conversion:
         write(planned.header)
         self._advance(len(planned.header), "dense", planned.name)
         for tensor in planned.tensors:
-            for data in self._checkpoint.tensors.chunks(tensor.name):
+            for data in dense_chunks(self._checkpoint.tensors, tensor):
                 write(data)
-                self._advance(len(data), "dense", tensor.name)
+                self._advance(memoryview(data).nbytes, "dense", tensor.name)
+            if tensor.encoding is not None:  # others are released while they are read
+                self._checkpoint.tensors.release([tensor.name])
 
     def _write_experts(
         self, planned: ExpertsFile, write: Callable[[object], None], pack: PackExpert | None

@@ -25,7 +25,7 @@ from moechat.store.manifest import (
     SourceRecord,
     build_versions,
 )
-from moechat.store.outline import ExpertsFile, StoreOutline, outline_store
+from moechat.store.outline import DenseFile, ExpertsFile, StoreOutline, outline_store
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import CALIBRATED, choose_solver
 from moechat.store.shard_supply import Supply
@@ -173,4 +173,10 @@ def _manifest(
         layers=tuple(LayerRecord(file.source.layer, file.source.module, file.name) for file in experts),
         quantisation=Quantisation.of(outline.geometry, solver),
         files=dict(workspace.finished),
+        keeps_dense=any(
+            tensor.encoding is not None
+            for file in outline.files
+            if isinstance(file, DenseFile)
+            for tensor in file.tensors
+        ),
     )

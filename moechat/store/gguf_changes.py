@@ -22,6 +22,11 @@ class Change(Protocol):
         """Whether values change; otherwise elements are only moved."""
         ...
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows, along the last axis, stay whole, so that encoded ones can be moved."""
+        ...
+
     def shape(self, shape: Shape) -> Shape:
         """Shape of the result.
 
@@ -45,6 +50,7 @@ class JoinHalves:
 
     heads: int
     arithmetic = False
+    by_rows = True
 
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""
@@ -79,6 +85,11 @@ class Ungroup:
     start: int = 0
     arithmetic = False
 
+    @property
+    def by_rows(self) -> bool:
+        """See :class:`Change`."""
+        return self.axis == 0
+
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""
         wanted = self.start + self.outer * self.inner * self.size
@@ -101,6 +112,7 @@ class Reshape:
 
     to: Shape
     arithmetic = False
+    by_rows = False
 
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""
@@ -126,6 +138,7 @@ class Rows:
     count: int
     total: int
     arithmetic = False
+    by_rows = True
 
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""
@@ -143,6 +156,7 @@ class Add:
 
     constant: float
     arithmetic = True
+    by_rows = False
 
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""
@@ -159,6 +173,7 @@ class LogOfNegative:
     """``log(-x)``: the file stores ``-exp(A_log)``."""
 
     arithmetic = True
+    by_rows = False
 
     def shape(self, shape: Shape) -> Shape:
         """See :class:`Change`."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from moechat import _native
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.encoded_file import decoded_halves, require_halves
 from moechat.store.gguf_changes import Change
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
 from moechat.store.mapped_file import MappedFile, opened_regular
@@ -30,7 +31,6 @@ PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2"), I32: (
 # Types whose values a store can keep, by ggml's number; see native/src/kernels/layout/kept_encodings.h.
 KEPT = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k"}
 KEPT |= {14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4"}
-_FP16_MAX = 65504.0
 # Weights decoded at once; the temporaries of one piece fit the processor's caches.
 _PIECE = 1 << 20
 _CHUNK_BYTES = 8 << 20
@@ -145,7 +145,15 @@ class GgufView:
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """See :class:`moechat.store.tensors.EncodedFile`."""
         source, _, tensor = self._of(name)
-        return self._file.rows(tensor, source.expert if expert is None else expert)
+        which = source.expert if expert is None else expert
+        rows = self._file.rows(tensor, which)
+        if not source.changes:
+            return rows
+        shape = tensor.shape if which is None else tensor.shape[1:]
+        parts = rows.reshape(*shape[:-1], rows.shape[1])
+        for change in source.changes:
+            parts = change.apply(parts)
+        return parts.reshape(-1, rows.shape[1])
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor in its visible type, in pieces of about 8 MiB.
@@ -179,16 +187,14 @@ class GgufView:
         if source.dtype == "F32":
             return decode(rows, kind)
         values, most = _decode_halves(rows, kind)
-        if not most <= _FP16_MAX:
-            raise CheckpointError(
-                f"{self.path}: {source.tensor} has values that are not finite or above {_FP16_MAX:g}"
-            )
+        require_halves(most, f"{self.path}: {source.tensor}")
         return values
 
 
 def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
-    """The encoding of a tensor that a store can keep: its rows are as in the checkpoint."""
-    return None if source.changes else KEPT.get(tensor.kind)
+    """The encoding of a tensor that a store can keep: its rows are those of the checkpoint, in some order."""
+    moves_rows = all(change.by_rows for change in source.changes)
+    return KEPT.get(tensor.kind) if moves_rows and len(tensor.shape) > 1 else None
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:
@@ -274,11 +280,8 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
 
 def _decode_halves(rows: NDArray[np.uint8], kind: int) -> tuple[NDArray[np.float16], float]:
     """Decode packed rows, rounded to float16; and the largest magnitude before."""
-    if kind not in KEPT:
-        values = decode(rows, kind)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(np.float16), float(np.abs(values).max(initial=0.0))
-    _, block, block_bytes = _native.kept_encodings()[KEPT[kind]]
-    halves = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.uint16)
-    most = _native.decode_file_rows(KEPT[kind], rows, halves)
-    return halves.view(np.float16), most
+    if kind in KEPT:
+        return decoded_halves(KEPT[kind], rows)
+    values = decode(rows, kind)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float16), float(np.abs(values).max(initial=0.0))

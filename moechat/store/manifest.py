@@ -25,7 +25,9 @@ from moechat.store.safetensors_file import strict_json
 
 # Stores whose experts keep the encodings of their source, have no gate projection, or gates that differ by
 # layer, have format 3, all others 2.
-FORMAT_VERSION = 3
+# Stores with dense weights in the encodings of their source have format 4.
+FORMAT_VERSION = 4
+_EXPERTS_FORMAT = 3
 _QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
 _SAME_FROM_BITS = 8
@@ -152,6 +154,7 @@ class Manifest:
         layers: Expert layers, ascending.
         quantisation: How the experts were quantised.
         files: Every file of the store except the manifest.
+        keeps_dense: Dense weights keep the encodings of their source.
         neuron_order: Reserved for a permutation of neurons inside the experts; always ``None`` in format 1.
     """
 
@@ -162,6 +165,7 @@ class Manifest:
     layers: tuple[LayerRecord, ...]
     quantisation: Quantisation
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    keeps_dense: bool = False
     neuron_order: None = None
 
     @property
@@ -172,7 +176,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION if _needs_newest(self.geometry) else _QUANTISED_FORMAT,
+            "format_version": FORMAT_VERSION if self.keeps_dense else _format_of(self.geometry),
             "source": asdict(self.source),
             "created_by": dict(self.created_by),
             "model_type": self.model_type,
@@ -249,7 +253,8 @@ class Manifest:
         if root.content["neuron_order"] is not None:
             raise ValueError("neuron_order is not null")
         geometry = _geometry(root.object("geometry"))
-        if (root.integer("format_version", 1) > _QUANTISED_FORMAT) != _needs_newest(geometry):
+        version = root.integer("format_version", 1)
+        if version < FORMAT_VERSION and max(version, _QUANTISED_FORMAT) != _format_of(geometry):
             raise ValueError("its format does not fit its experts")
         quantisation = root.object("quantisation")
         quantisation.exactly(["method", "group_size", "axis", "solver"])
@@ -271,6 +276,7 @@ class Manifest:
                 quantisation.string("solver"),
             ),
             files={name: _file(name, item) for name, item in root.object("files").objects_by_name()},
+            keeps_dense=version == FORMAT_VERSION,
         )
         manifest._check_consistency()
         return manifest
@@ -389,8 +395,10 @@ def _gate(gate: _Reader) -> dict[str, Any]:
     return read
 
 
-def _needs_newest(geometry: ExpertGeometry) -> bool:
-    return bool(geometry.kept or geometry.layer_gates or not geometry.gate.gated)
+def _format_of(geometry: ExpertGeometry) -> int:
+    """The format that experts need."""
+    newer = geometry.kept or geometry.layer_gates or not geometry.gate.gated
+    return _EXPERTS_FORMAT if newer else _QUANTISED_FORMAT
 
 
 def _kept(pairs: Any) -> list[list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.encoded_file import encodings_header, planned_dense
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef
 from moechat.store.safetensors_file import (
     DIRECT_IO_ALIGNMENT,
@@ -167,7 +168,7 @@ def _dense_files(checkpoint: Checkpoint, keys: Iterable[str]) -> list[DenseFile]
     shards: list[list[PlannedTensor]] = []
     room = 0
     for key in keys:
-        tensor = PlannedTensor(key, *checkpoint.info(key))
+        tensor = planned_dense(checkpoint.tensors, key, *checkpoint.info(key))
         if not shards or tensor.nbytes > room:
             shards.append([])
             room = DENSE_SHARD_BYTES
@@ -178,7 +179,7 @@ def _dense_files(checkpoint: Checkpoint, keys: Iterable[str]) -> list[DenseFile]
         # Widest elements first: every tensor is then aligned to its element size without gaps, which the
         # format forbids.
         tensors.sort(key=lambda tensor: -DTYPE_BITS[tensor.dtype])
-        header = build_header(tensors, alignment=_DENSE_ALIGNMENT)
+        header = encodings_header(tensors, alignment=_DENSE_ALIGNMENT)
         size = len(header) + sum(tensor.nbytes for tensor in tensors)
         files.append(DenseFile(dense_file_name(number), tuple(tensors), header, size))
     return files

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,7 +242,7 @@ class SafetensorsFile(MappedFile):
         self._error = error
 
     @classmethod
-    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> SafetensorsFile:
+    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> Self:
         """Check the header of ``path`` and map the file; no tensor data is read.
 
         Raises:
@@ -315,11 +315,17 @@ def _read_header(
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor about to be written: name, element type, shape."""
+    """A tensor about to be written: name, element type, shape.
+
+    Attributes:
+        encoding: Of rows that keep the encoding of a GGUF file, whose ``dtype`` is ``U8``; see
+            :mod:`moechat.store.encoded_file`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    encoding: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -336,17 +342,20 @@ class PlannedTensor:
         return size
 
 
-def build_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) -> bytes:
+def build_header(
+    tensors: Iterable[PlannedTensor], *, alignment: int = 8, metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Header of a file whose data section holds ``tensors`` in the order given.
 
     Args:
         tensors: Content of the file.
         alignment: The data section begins at a multiple of this; the JSON is padded with spaces.
+        metadata: Entries for ``__metadata__``.
 
     Returns:
         The length prefix and the padded JSON.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for tensor in tensors:
         end = position + tensor.nbytes

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from moechat.errors import CheckpointError
+from moechat.store.encoded_file import dense_chunks, encodings_header, planned_dense
 from moechat.store.files import DurableFile
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile
-from moechat.store.safetensors_file import PlannedTensor, build_header
+from moechat.store.safetensors_file import PlannedTensor
 from moechat.store.streamed_checkpoint import StreamedCheckpoint
 
 DENSE_SUFFIX = ".dense"
@@ -167,7 +168,7 @@ class ShardSupply:
     def saved_dense_bytes(self, name: str) -> int:
         """Size of the file that saves a shard's dense tensors."""
         planned = self._dense_tensors(name)
-        return len(build_header(planned)) + sum(tensor.nbytes for tensor in planned)
+        return len(encodings_header(planned)) + sum(tensor.nbytes for tensor in planned)
 
     def shard_bytes(self, name: str) -> int:
         """Bytes of a whole shard."""
@@ -239,15 +240,16 @@ class ShardSupply:
         path = self._saved_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with DurableFile(path) as file:
-            file.write(build_header(planned))
+            file.write(encodings_header(planned))
             for tensor in planned:
-                for data in shard.chunks(tensor.name):
+                for data in dense_chunks(shard, tensor):
                     file.write(data)
             file.commit()
 
     def _dense_tensors(self, name: str) -> list[PlannedTensor]:
-        tensors = self._checkpoint.shards[name].tensors
-        return [PlannedTensor(key, tensors[key].dtype, tensors[key].shape) for key in self._dense[name]]
+        shard = self._checkpoint.shards[name]
+        entries = ((key, shard.tensors[key]) for key in self._dense[name])
+        return [planned_dense(shard, key, entry.dtype, entry.shape) for key, entry in entries]
 
     def _open_saved(self, name: str) -> bool:
         path = self._saved_path(name)

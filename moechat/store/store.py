@@ -19,6 +19,7 @@ import numpy as np
 
 from moechat.errors import MoechatError, StoreDamagedError
 from moechat.geometry import ExpertGeometry
+from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.files import explained, format_bytes, hash_file, write_durably
 from moechat.store.lock import hold_shared
 from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest, damage_hint
@@ -148,10 +149,10 @@ class Store:
         Raises:
             StoreDamagedError: A dense file is malformed.
         """
-        owners: dict[str, SafetensorsFile] = {}
+        owners: dict[str, EncodedSafetensors] = {}
         for name in sorted(self.manifest.files):
             if name.startswith(DENSE_PREFIX) and name.endswith(".safetensors"):
-                file = SafetensorsFile.open(self.path / name, error=StoreDamagedError)
+                file = EncodedSafetensors.open(self.path / name, error=StoreDamagedError)
                 for key in file.tensors:
                     if key in owners:
                         raise self._damaged(f"{file.path} repeats tensor {key!r}")

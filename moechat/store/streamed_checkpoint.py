@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
+from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.safetensors_file import SafetensorsFile, TensorEntry, parse_header
-from moechat.store.tensors import TensorFile
+from moechat.store.tensors import EncodedFile, TensorFile
 
 
 class Shard:
@@ -68,7 +70,7 @@ class Shard:
         Raises:
             CheckpointError: Its tensors differ from those in the header.
         """
-        file: TensorFile = self._whole(path) if whole else SafetensorsFile.open(path)
+        file: TensorFile = self._whole(path) if whole else EncodedSafetensors.open(path)
         fits = file.tensors == self.tensors if whole else self._fits(file)
         if not fits:
             raise CheckpointError(
@@ -91,6 +93,20 @@ class Shard:
     def chunks(self, name: str) -> Iterator[bytes]:
         """See :meth:`TensorFile.chunks`."""
         return self._require_open(name).chunks(name)
+
+    def encoding(self, name: str) -> str | None:
+        """See :class:`moechat.store.tensors.EncodedFile`; known without the file."""
+        return None
+
+    def dense_encoding(self, name: str) -> str | None:
+        """See :class:`moechat.store.encoded_file.EncodedSource`."""
+        return self.encoding(name)
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        file = self._require_open(name)
+        assert isinstance(file, EncodedFile)
+        return file.encoded_rows(name, expert)
 
     def release(self, start: int, end: int) -> None:
         """See :meth:`TensorFile.release`; does nothing in a reduced shard, which has other offsets."""

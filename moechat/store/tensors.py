@@ -148,6 +148,14 @@ class TensorSet:
         assert isinstance(file, EncodedFile)
         return file.encoded_rows(name, expert)
 
+    def dense_encoding(self, name: str) -> str | None:
+        """The encoding that a store keeps of a dense tensor; ``None``: the tensor's visible type.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        return self.encoding(name)
+
     def rows_first(self, name: str) -> bool:
         """Whether matrices are ``[rows, columns]`` even where the model's parameter is transposed."""
         return False

@@ -111,12 +111,18 @@ def test_its_store_is_that_of_the_checkpoint_it_decodes_to(
         made = convert(opened, plan_checkpoint(opened), tmp_path / "b", bits=4, source_name="b")
     assert made.geometry == expected.geometry
     theirs, ours = stored_tensors(expected.path), stored_tensors(made.path)
-    if down is not None and kind is Kind.F16:  # attention keeps its type, whatever experts are
-        assert ours["lm_head.weight"].dtype == torch.float16
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
+    experts_of = {name for name in theirs if name.startswith("experts")}
+    assert experts_of == {name for name in ours if name.startswith("experts")}
+    for name in experts_of:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert made.dense.keys() == expected.dense.keys()
+    for name in expected.dense:
+        assert made.dense.info(name) == expected.dense.info(name), name
+        np.testing.assert_array_equal(made.dense.array(name), expected.dense.array(name), name)
+    # Attention keeps its type, whatever experts are, and an encoding its bits.
+    encoding = {Kind.F16: None, Kind.BF16: None}.get(kind, kind.name.lower())
+    assert made.dense.encoding("lm_head.weight") == encoding
+    assert made.manifest.keeps_dense == (encoding is not None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,6 +28,12 @@ def packed(rows: int, cols: int, bits: int, seed: int = 0) -> tuple[_native.Line
     return layout, _native.pack_linear(layout, weights)
 
 
+def kept(layout: _native.LinearLayout, rows: np.ndarray) -> np.ndarray:
+    data = np.full(layout.nbytes, 0xA5, np.uint8)
+    _native.pack_kept_linear(layout, rows, data)
+    return data
+
+
 def forward(
     layout: _native.LinearLayout,
     data: np.ndarray,
@@ -168,25 +174,13 @@ def test_kept_matrices_have_the_values_of_the_file_bit_by_bit(encoding):
     source = file_rows(rng, encoding, 2 * 37, columns)[::2]
     layout = _native.LinearLayout(37, columns, encoding)
     assert layout.encoding == encoding
-    data = _native.pack_kept_linear(layout, source)
+    data = kept(layout, source)
     expected = values(encoding, source)
     np.testing.assert_array_equal(_native.unpack_linear(layout, data), expected)
-    for first, count in ((0, 1), (15, 2), (16, 16), (3, 34), (36, 1), (37, 0)):
-        part = _native.unpack_linear_rows(layout, data, first, count)
-        np.testing.assert_array_equal(part, expected[first : first + count])
     x = rng.standard_normal((3, columns)).astype(np.float32)
     askew = np.empty(layout.nbytes + 1, np.uint8)[1:]
     askew[:] = data
     np.testing.assert_array_equal(forward(layout, askew, x), forward(layout, data, x))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_rows_of_a_quantised_matrix_unpack_as_in_the_whole(bits):
-    layout, data = packed(50, 130, bits)
-    whole = _native.unpack_linear(layout, data)
-    for first, count in ((0, 50), (7, 1), (15, 20), (48, 2)):
-        part = _native.unpack_linear_rows(layout, data, first, count)
-        np.testing.assert_array_equal(part, whole[first : first + count])
 
 
 def test_kept_matrices_refuse_what_they_cannot_hold():
@@ -197,14 +191,15 @@ def test_kept_matrices_refuse_what_they_cannot_hold():
     with pytest.raises(ValueError, match='encoding "q9" is unknown'):
         _native.LinearLayout(4, 64, "q9")
     with pytest.raises(ValueError, match=r"rows must be uint8 \[20, 68\]"):
-        _native.pack_kept_linear(layout, rows[1:])
+        kept(layout, rows[1:])
     with pytest.raises(ValueError, match="keeps the values of files"):
         _native.pack_linear(layout, np.zeros((20, 64), np.float32))
     with pytest.raises(ValueError, match="does not keep the values of files"):
-        _native.pack_kept_linear(_native.LinearLayout(20, 64, 4), rows)
-    with pytest.raises(ValueError, match="rows 19 to 21 are not within 20"):
-        _native.unpack_linear_rows(layout, _native.pack_kept_linear(layout, rows), 19, 2)
+        kept(_native.LinearLayout(20, 64, 4), rows)
+    _native.check_file_rows("q8_0", rows)
     rows[11, 35] = 0x7C  # the scale of columns 32 to 63: infinite
     rows[11, 34] = 0
     with pytest.raises(ValueError, match="matrix scale at row 11, columns 0 to 63 is not finite"):
-        _native.pack_kept_linear(layout, rows)
+        kept(layout, rows)
+    with pytest.raises(ValueError, match="rows scale at row 11, columns 0 to 63 is not finite"):
+        _native.check_file_rows("q8_0", rows)

@@ -25,7 +25,8 @@ def linear(number: int, encoding: str, digest: hashlib._Hash) -> tuple[dict[int,
     rows, columns = 70, 768 if _native.kept_encodings()[encoding][1] == 256 else 352
     layout = _native.LinearLayout(rows, columns, encoding)
     source = file_rows(rng, encoding, rows, columns)
-    data = _native.pack_kept_linear(layout, source)
+    data = np.empty(layout.nbytes, np.uint8)
+    _native.pack_kept_linear(layout, source, data)
     bias = rng.standard_normal(rows).astype(np.float32) if number % 2 else None
     x = rng.standard_normal((40, columns)).astype(np.float32)
     reference = x.astype(np.float64) @ values(encoding, source).astype(np.float64).T

@@ -199,6 +199,10 @@ class PackedTensors(TensorSet):
         weight = self._weights.get(name)
         return None if weight is None else weight.encoding
 
+    def dense_encoding(self, name: str) -> str | None:
+        """See :meth:`TensorSet.dense_encoding`; only reading shows whether rows fit an encoding."""
+        return None if name in self._weights else super().dense_encoding(name)
+
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``. REQUIRES: it has one.
 

@@ -115,6 +115,27 @@ float decode_file_rows_py(const std::string& name, const py::array& rows, py::ar
   return decode_rows(encoding, matrix, count, columns, floats, [](float value) { return value; });
 }
 
+void check_file_rows_py(const std::string& name, const py::array& rows) {
+  const Encoding encoding = kept_encoding_of(name);
+  const KeptForm form = kept_form(encoding);
+  if (rows.ndim() != 2 || rows.shape(1) % form.file_bytes != 0) refuse("rows are no whole blocks");
+  const std::int64_t columns = rows.shape(1) / form.file_bytes * form.file_columns;
+  const std::int64_t count = rows.shape(0);
+  const FileMatrix matrix = file_matrix("rows", rows, encoding, count, columns);
+  const ReleaseGil released;
+  std::atomic<bool> fine{true};
+  {
+    ThreadPool::Session session;
+    session.parallel_for(kMaxThreads, count, 16, [&](std::int64_t begin, std::int64_t end) {
+      if (!scales_are_finite(encoding, matrix.rows + begin * matrix.row_stride, matrix.row_stride,
+                             end - begin, columns)) {
+        fine.store(false, std::memory_order_relaxed);
+      }
+    });
+  }
+  if (!fine.load()) refuse_scale("rows", encoding, matrix, count, columns);
+}
+
 py::dict kept_encodings_py() {
   py::dict encodings;
   for (int i = 0; i < kKeptEncodings; ++i) {
@@ -132,6 +153,7 @@ void bind_kept(py::module_& m) {
         py::arg("gate_up"), py::arg("down"), py::arg("has_bias") = false, py::arg("record_bytes") = 0,
         py::arg("gated") = true);
   m.def("decode_file_rows", &decode_file_rows_py, py::arg("encoding"), py::arg("rows"), py::arg("out"));
+  m.def("check_file_rows", &check_file_rows_py, py::arg("encoding"), py::arg("rows"));
   m.def("kept_encodings", &kept_encodings_py);
   m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());

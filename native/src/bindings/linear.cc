@@ -19,15 +19,6 @@
 namespace moechat {
 namespace {
 
-// Memory for a packed matrix. numpy aligns to 16 bytes only; vectors that span two cache lines load at half
-// the speed.
-py::array_t<std::uint8_t> new_data(const LinearLayout& layout) {
-  constexpr std::align_val_t kLine{64};
-  auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
-  const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
-  return py::array_t<std::uint8_t>({layout.nbytes}, {std::int64_t{1}}, to, owner);
-}
-
 void require_kept(const LinearLayout& layout, bool kept) {
   if (layout.kept() == kept) return;
   refuse(kept ? "this layout does not keep the values of files"
@@ -43,35 +34,23 @@ py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::a
     refuse("threads is " + std::to_string(threads) + "; it must be between 0 and " +
            std::to_string(kMaxThreads));
   }
-  py::array_t<std::uint8_t> data = new_data(layout);
-  auto* to = data.mutable_data();
+  // numpy aligns to 16 bytes only; vectors that span two cache lines load at half the speed.
+  constexpr std::align_val_t kLine{64};
+  auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
+  const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
+  py::array_t<std::uint8_t> data({layout.nbytes}, {std::int64_t{1}}, to, owner);
   const ReleaseGil released;
   pack_linear(layout, source, to, threads, chosen);
   return data;
 }
 
-py::array_t<std::uint8_t> pack_kept_linear_py(const LinearLayout& layout, const py::array& rows) {
+void pack_kept_linear_py(const LinearLayout& layout, const py::array& rows, py::array out) {
   require_kept(layout, true);
   const FileMatrix source = file_matrix("rows", rows, layout.encoding, layout.rows, layout.cols);
-  py::array_t<std::uint8_t> data = new_data(layout);
-  auto* to = data.mutable_data();
+  auto* to = checked_writable<std::uint8_t>("out", out, {layout.nbytes});
+  refuse_overlap("rows", rows, out);
   const ReleaseGil released;
   pack_kept_linear(layout, source, to, 0);
-  return data;
-}
-
-py::array_t<float> unpack_linear_rows_py(const LinearLayout& layout, const py::array& data,
-                                         std::int64_t first, std::int64_t count) {
-  const auto* from = checked<std::uint8_t>("data", data, {layout.nbytes});
-  if (first < 0 || count < 0 || first > layout.rows - count) {
-    refuse("rows " + std::to_string(first) + " to " + std::to_string(first + count) + " are not within " +
-           std::to_string(layout.rows));
-  }
-  py::array_t<float> matrix({count, layout.cols});
-  float* to = matrix.mutable_data();
-  const ReleaseGil released;
-  if (count > 0) unpack_linear_rows(layout, from, first, count, to);
-  return matrix;
 }
 
 py::array_t<float> unpack_linear_py(const LinearLayout& layout, const py::array& data) {
@@ -128,9 +107,7 @@ void bind_linear(py::module_& m) {
       });
   m.def("pack_linear", &pack_linear_py, py::arg("layout"), py::arg("matrix"), py::arg("threads") = 0,
         py::arg("solver") = "least-squares");
-  m.def("pack_kept_linear", &pack_kept_linear_py, py::arg("layout"), py::arg("rows"));
-  m.def("unpack_linear_rows", &unpack_linear_rows_py, py::arg("layout"), py::arg("data"), py::arg("first"),
-        py::arg("count"));
+  m.def("pack_kept_linear", &pack_kept_linear_py, py::arg("layout"), py::arg("rows"), py::arg("out"));
   m.def("unpack_linear", &unpack_linear_py, py::arg("layout"), py::arg("data"));
   m.def("linear_forward", &linear_forward_py, py::arg("layout"), py::arg("data"), py::arg("x"),
         py::arg("bias"), py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);

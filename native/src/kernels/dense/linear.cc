@@ -101,37 +101,29 @@ void pack_kept_linear(const LinearLayout& layout, const FileMatrix& source, unsi
   if (!fine.load()) refuse_scale("matrix", layout.encoding, source, layout.rows, layout.cols);
 }
 
-void unpack_linear_rows(const LinearLayout& layout, const unsigned char* data, std::int64_t first,
-                        std::int64_t count, float* matrix) {
-  const std::int64_t first_tile = first / kTileRows;
-  const std::int64_t end_tile = (first + count + kTileRows - 1) / kTileRows;
+void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
   ThreadPool::Session session;
-  session.parallel_for(kMaxThreads, end_tile - first_tile, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t tile = first_tile + begin; tile < first_tile + end; ++tile) {
-      const std::int64_t row = std::max(first - tile * kTileRows, std::int64_t{0});
-      const std::int64_t rows = std::min<std::int64_t>(kTileRows, first + count - tile * kTileRows) - row;
-      float* const to = matrix + (tile * kTileRows + row - first) * layout.cols;
+  session.parallel_for(kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      const std::int64_t rows = std::min<std::int64_t>(kTileRows, layout.rows - tile * kTileRows);
       for (std::int64_t g = 0; g < layout.groups; ++g) {
         const std::int64_t at = tile * layout.groups + g;
         const unsigned char* q = data + at * layout.group_bytes;
         const unsigned char* sz = data + layout.sz + at * kScaleBytes;
-        const std::int64_t col = g * kGroupColumns;
-        const int cols = static_cast<int>(std::min<std::int64_t>(kGroupColumns, layout.cols - col));
+        const int cols =
+            static_cast<int>(std::min<std::int64_t>(kGroupColumns, layout.cols - g * kGroupColumns));
+        float* const to = matrix + tile * kTileRows * layout.cols + g * kGroupColumns;
         if (layout.kept()) {
           const KeptForm form = kept_form(layout.encoding);
           const std::int64_t super = g / form.super_groups * kTileRows * 2 * form.super_halves;
-          unpack_kept_group(layout.encoding, q, sz, data + super_at(layout, tile) + super, row, rows, cols,
-                            to + col, layout.cols);
+          unpack_kept_group(layout.encoding, q, sz, data + super_at(layout, tile) + super, rows, cols, to,
+                            layout.cols);
         } else {
-          unpack_group(q, sz, layout.bits, row, rows, cols, to + col, layout.cols);
+          unpack_group(q, sz, layout.bits, rows, cols, to, layout.cols);
         }
       }
     }
   });
-}
-
-void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
-  unpack_linear_rows(layout, data, 0, layout.rows, matrix);
 }
 
 void linear_forward(const LinearCall& call) {

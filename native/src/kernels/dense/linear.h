@@ -47,10 +47,6 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
 // that is not finite. REQUIRES: layout.kept().
 void pack_kept_linear(const LinearLayout& layout, const FileMatrix& source, unsigned char* data, int threads);
 
-// Rows [first, first + count) as matrix [count, cols].
-void unpack_linear_rows(const LinearLayout& layout, const unsigned char* data, std::int64_t first,
-                        std::int64_t count, float* matrix);
-
 // matrix [rows, cols].
 void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix);
 

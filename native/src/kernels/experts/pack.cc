@@ -267,11 +267,11 @@ void unpack_expert(const BlockLayout& layout, const unsigned char* records, cons
       float* to = matrices[m] + row * field.cols + col;
       if (layout.kept) {
         unpack_kept_group(field.encoding, q, record + field.sz + at * kScaleBytes,
-                          record + field.super_place(tile, g), 0, rows, cols, to, field.cols);
+                          record + field.super_place(tile, g), rows, cols, to, field.cols);
         continue;
       }
       if (layout.quantised()) {
-        unpack_group(q, record + field.sz + at * kScaleBytes, layout.bits, 0, rows, cols, to, field.cols);
+        unpack_group(q, record + field.sz + at * kScaleBytes, layout.bits, rows, cols, to, field.cols);
         continue;
       }
       for (std::int64_t lane = 0; lane < rows; ++lane) {

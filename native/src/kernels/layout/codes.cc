@@ -83,23 +83,23 @@ std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, i
   return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);
 }
 
-void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t first,
-                  std::int64_t rows, int cols, float* matrix, std::int64_t stride) {
-  for (std::int64_t row = first; row < first + rows; ++row) {
-    float* const to = matrix + (row - first) * stride;
+void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t rows, int cols,
+                  float* matrix, std::int64_t stride) {
+  for (std::int64_t row = 0; row < rows; ++row) {
     if (bits < 8) {
       const ScaleWord scales = read_scale_word(load_word(sz + row * 4));
       for (int c = 0; c < cols; ++c) {
         const int half = c / kHalfColumns;
         const int code = static_cast<int>(get_code(group, bits, row, c));
-        to[c] = static_cast<float>(code * scales.factor[half] - scales.offset[half]) * scales.step;
+        matrix[row * stride + c] =
+            static_cast<float>(code * scales.factor[half] - scales.offset[half]) * scales.step;
       }
       continue;
     }
     const float scale = half::from_fp16(load_half(sz + row * 2));
     const float zero = half::from_fp16(load_half(sz + 32 + row * 2));
     for (int c = 0; c < cols; ++c) {
-      to[c] = (static_cast<float>(get_code(group, bits, row, c)) - zero) * scale;
+      matrix[row * stride + c] = (static_cast<float>(get_code(group, bits, row, c)) - zero) * scale;
     }
   }
 }

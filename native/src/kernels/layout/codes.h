@@ -15,10 +15,9 @@ float read_element(const MatrixSource& source, std::int64_t row, std::int64_t co
 void put_code(unsigned char* group, int bits, std::int64_t row, int column, std::uint32_t code);
 std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, int column);
 
-// Writes the values of rows [first, first + rows) of one group: matrix[r * stride + c] for r < rows, c <
-// cols.
-void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t first,
-                  std::int64_t rows, int cols, float* matrix, std::int64_t stride);
+// Writes the values of one group: matrix[r * stride + c] for r < rows, c < cols.
+void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t rows, int cols,
+                  float* matrix, std::int64_t stride);
 
 // Throws std::invalid_argument.
 [[noreturn]] void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,

@@ -248,6 +248,20 @@ bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t c
   return read_half_blocks(encoding, row, columns, group, to);
 }
 
+bool scales_are_finite(Encoding encoding, const unsigned char* rows, std::int64_t stride, std::int64_t count,
+                       std::int64_t columns) {
+  // The fp16 scales of a block of 256 columns are those of each of its groups.
+  const int step = kept_form(encoding).file_columns == kBlock256 ? kSuperGroups : 1;
+  const std::int64_t groups = (columns + kGroupColumns - 1) / kGroupColumns;
+  for (std::int64_t row = 0; row < count; ++row) {
+    for (std::int64_t group = 0; group < groups; group += step) {
+      FileGroup read;
+      if (!read_file_group(encoding, rows + row * stride, columns, group, &read)) return false;
+    }
+  }
+  return true;
+}
+
 void file_group_values(Encoding encoding, const FileGroup& from, float* values) {
   const KeptForm form = kept_form(encoding);
   const int columns = kGroupColumns / form.subs;
@@ -279,13 +293,12 @@ void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, un
 }
 
 void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned char* words,
-                       const unsigned char* super, std::int64_t first, std::int64_t rows, int cols,
-                       float* matrix, std::int64_t stride) {
+                       const unsigned char* super, std::int64_t rows, int cols, float* matrix,
+                       std::int64_t stride) {
   const KeptForm form = kept_form(encoding);
   const int low = low_bits(form.code_bits);
   const unsigned char* high = q + std::int64_t{kTileRows} * kGroupColumns * low / 8;
-  for (std::int64_t row = first; row < first + rows; ++row) {
-    float* const to = matrix + (row - first) * stride;
+  for (std::int64_t row = 0; row < rows; ++row) {
     std::uint16_t halves[2] = {0, 0};
     for (int i = 0; i < form.super_halves; ++i) {
       halves[i] = load_half(super + (row * form.super_halves + i) * 2);
@@ -296,7 +309,7 @@ void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned
       if (form.code_bits > low) code |= plane_code(high, form.code_bits - low, row, c) << low;
       const Affine affine = affine_of(form, word, halves, c * form.subs / kGroupColumns);
       const auto value = static_cast<float>(kept_value(form.table, static_cast<int>(code)));
-      to[c] = affine.step * value - affine.min;
+      matrix[row * stride + c] = affine.step * value - affine.min;
     }
   }
 }

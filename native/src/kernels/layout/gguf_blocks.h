@@ -23,6 +23,10 @@ std::int64_t file_row_bytes(Encoding encoding, std::int64_t columns);
 bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t columns, std::int64_t group,
                      FileGroup* to);
 
+// Whether all scales of rows `stride` bytes apart are finite.
+bool scales_are_finite(Encoding encoding, const unsigned char* rows, std::int64_t stride, std::int64_t count,
+                       std::int64_t columns);
+
 // Writes the values of 64 columns.
 void file_group_values(Encoding encoding, const FileGroup& from, float* values);
 
@@ -31,10 +35,9 @@ void file_group_values(Encoding encoding, const FileGroup& from, float* values);
 void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, unsigned char* q,
                   unsigned char* words, unsigned char* super);
 
-// Writes the values of rows [first, first + rows) of one group: matrix[r * stride + c] for r < rows, c <
-// cols.
+// Writes the values of one group: matrix[r * stride + c] for r < rows, c < cols.
 void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned char* words,
-                       const unsigned char* super, std::int64_t first, std::int64_t rows, int cols,
-                       float* matrix, std::int64_t stride);
+                       const unsigned char* super, std::int64_t rows, int cols, float* matrix,
+                       std::int64_t stride);
 
 }  // namespace moechat

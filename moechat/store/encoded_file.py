@@ -1,0 +1,203 @@
+"""Safetensors files in which some matrices keep the encoding of the GGUF file that they come from.
+
+Such a matrix is stored as ``U8`` rows, as in the GGUF file, and appears as ``F16`` in its own shape; metadata
+give its encoding. Stores have their dense weights in these files.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moechat import _native
+from moechat.errors import CheckpointError, MoechatError
+from moechat.store.safetensors_file import (
+    PlannedTensor,
+    SafetensorsFile,
+    TensorEntry,
+    build_header,
+    strict_json,
+)
+
+ENCODINGS = "moechat.encodings"
+_VISIBLE = "F16"
+_CHUNK_BYTES = 8 << 20
+_FP16_MAX = 65504.0
+
+
+class EncodedSource(Protocol):
+    """Tensors, some with an encoding."""
+
+    def dense_encoding(self, name: str) -> str | None:
+        """The encoding that a store keeps of a dense tensor; ``None``: its visible type."""
+        ...
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """The rows of a tensor that has an encoding, ``uint8 [rows, bytes]``."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor in its visible type."""
+        ...
+
+
+def planned_dense(source: EncodedSource, name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
+    """How a dense tensor is stored.
+
+    Args:
+        source: Has the tensor.
+        name: Its name.
+        dtype: Its visible type.
+        shape: Its shape.
+    """
+    encoding = source.dense_encoding(name)
+    if encoding is None:
+        return PlannedTensor(name, dtype, shape)
+    _, block, block_bytes = _native.kept_encodings()[encoding]
+    return PlannedTensor(name, "U8", (*shape[:-1], shape[-1] // block * block_bytes), encoding)
+
+
+def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]:
+    """The bytes of a tensor as it is stored, in pieces of at most 8 MiB.
+
+    Raises:
+        CheckpointError: A scale is not finite.
+        MoechatError: The tensor cannot be read.
+    """
+    if planned.encoding is None:
+        yield from source.chunks(planned.name)
+        return
+    rows = source.encoded_rows(planned.name, None)
+    step = max(1, _CHUNK_BYTES // max(1, rows.shape[1]))
+    for first in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[first : first + step])
+        try:
+            _native.check_file_rows(planned.encoding, part)
+        except ValueError as problem:
+            raise CheckpointError(
+                f"{planned.name} cannot be read: from row {first} on, its {problem}",
+                hint="download or copy the file again",
+            ) from problem
+        yield part
+
+
+def encodings_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) -> bytes:
+    """Header of a file of these tensors; see :func:`moechat.store.safetensors_file.build_header`."""
+    tensors = list(tensors)
+    encodings = {tensor.name: tensor.encoding for tensor in tensors if tensor.encoding is not None}
+    metadata = {ENCODINGS: json.dumps(encodings, separators=(",", ":"))} if encodings else {}
+    return build_header(tensors, alignment=alignment, metadata=metadata)
+
+
+def decoded_halves(encoding: str, rows: NDArray[np.uint8]) -> tuple[NDArray[np.float16], float]:
+    """Rows rounded to float16 ``[rows, columns]``, and the largest magnitude before, or NaN."""
+    _, block, block_bytes = _native.kept_encodings()[encoding]
+    halves = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.uint16)
+    most = _native.decode_file_rows(encoding, rows, halves)
+    return halves.view(np.float16), most
+
+
+def require_halves(most: float, where: str) -> None:
+    """Check the largest magnitude of values that become float16.
+
+    Raises:
+        CheckpointError: They are not finite, or too large.
+    """
+    if not most <= _FP16_MAX:
+        raise CheckpointError(f"{where} has values that are not finite or above {_FP16_MAX:g}")
+
+
+class EncodedSafetensors(SafetensorsFile):
+    """A safetensors file with encoded matrices, a :class:`moechat.store.tensors.EncodedFile`.
+
+    Files without encodings are read as any other.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, TensorEntry],
+        metadata: dict[str, str],
+        data_start: int,
+        mapping: mmap.mmap,
+        status: os.stat_result,
+        error: type[MoechatError],
+    ) -> None:
+        """Use :meth:`open`."""
+        self._encodings = _read_encodings(metadata, path, error)
+        self._stored = dict(tensors)
+        visible = dict(tensors)
+        for name, encoding in self._encodings.items():
+            visible[name] = _visible(tensors.get(name), encoding, name, path, error)
+        super().__init__(path, visible, metadata, data_start, mapping, status, error)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """See :meth:`SafetensorsFile.array`; an encoded matrix is decoded.
+
+        Raises:
+            KeyError: The tensor does not exist.
+            CheckpointError: Its values do not fit float16.
+        """
+        encoding = self._encodings.get(name)
+        if encoding is None:
+            return super().array(name)
+        values, most = decoded_halves(encoding, self.encoded_rows(name, None))
+        require_halves(most, f"{self.path}: {name}")
+        return values.reshape(self.tensors[name].shape)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See :meth:`SafetensorsFile.chunks`; an encoded matrix is decoded.
+
+        Raises:
+            MoechatError: As :meth:`array` and :meth:`SafetensorsFile.chunks`.
+        """
+        if name not in self._encodings:
+            yield from super().chunks(name)
+            return
+        data = self.array(name).data.cast("B")
+        for first in range(0, len(data), _CHUNK_BYTES):
+            yield bytes(data[first : first + _CHUNK_BYTES])
+
+    def encoding(self, name: str) -> str | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        return self._encodings.get(name)
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        entry = self._stored[name]
+        rows = np.ndarray(entry.shape, np.uint8, buffer=self._mapping, offset=entry.start)
+        part = rows if expert is None else rows[expert]
+        return part.reshape(-1, entry.shape[-1])
+
+
+def _read_encodings(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
+    text = metadata.get(ENCODINGS)
+    if text is None:
+        return {}
+    try:
+        found = strict_json(text.encode("utf-8"))
+    except ValueError as problem:
+        raise error(f"{path} is damaged: its {ENCODINGS} are not valid: {problem}") from None
+    known = _native.kept_encodings()
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and name in known for name in found.values()
+    ):
+        raise error(f"{path} is damaged: its {ENCODINGS} do not map tensors to encodings")
+    return found
+
+
+def _visible(
+    entry: TensorEntry | None, encoding: str, name: str, path: Path, error: type[MoechatError]
+) -> TensorEntry:
+    _, block, block_bytes = _native.kept_encodings()[encoding]
+    if entry is None or entry.dtype != "U8" or len(entry.shape) < 2 or entry.shape[-1] % block_bytes:
+        raise error(f"{path} is damaged: {name[:200]!r} does not hold rows of {encoding}")
+    shape = (*entry.shape[:-1], entry.shape[-1] // block_bytes * block)
+    return TensorEntry(_VISIBLE, shape, entry.start, entry.end)
