@@ -1,4 +1,4 @@
-"""Durable files that are hashed and written by a thread while the caller computes the next bytes."""
+"""Durable files that threads hash and write while the caller computes the next bytes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from moechat.store.files import HUGE_PAGE_BYTES, DurableFile
 
-# One is filled, one hashed or written, the others wait between the two threads.
-_PIECES = 6
+# One is filled, one hashed, one written, the others wait between the threads.
+_PIECES = 8
 
 
 class PipelinedFile(DurableFile):
     """A :class:`DurableFile` whose :meth:`write` copies the bytes and returns.
 
-    A thread, started with the first full piece, hashes and writes the pieces in order. Its failure is raised
-    by a later :meth:`write`, at the latest by :meth:`commit`.
+    One thread hashes the pieces in order and gives each to another one, which writes it. They start with the
+    first full piece. A failure is raised by a later :meth:`write`, at the latest by :meth:`commit`.
 
-    Invariant: every buffer is in ``_free``, in ``_full``, with the thread, or is ``_piece``.
+    Invariant: every buffer is in ``_free``, ``_full`` or ``_hashed``, with a thread, or is ``_piece``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,8 +28,9 @@ class PipelinedFile(DurableFile):
         super().__init__(path)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._hashed: SimpleQueue[memoryview | None] = SimpleQueue()
         self._made = 1
-        self._thread: Thread | None = None
+        self._threads: tuple[Thread, ...] = ()
         self._problem: BaseException | None = None
 
     def write(self, data: Any) -> None:
@@ -56,11 +57,15 @@ class PipelinedFile(DurableFile):
         return super().commit()
 
     def _hand_over(self) -> None:
-        """Give the full piece to the thread and take a free one."""
+        """Give the full piece to the threads and take a free one."""
         self._raise_problem()
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="moechat-write", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            works = {"hash": self._hash_pieces, "write": self._write_pieces}
+            self._threads = tuple(
+                Thread(target=work, name=f"moechat-{name}", daemon=True) for name, work in works.items()
+            )
+            for thread in self._threads:
+                thread.start()
         self._full.put(self._piece)
         if self._made < _PIECES:
             self._made += 1
@@ -69,12 +74,17 @@ class PipelinedFile(DurableFile):
             self._piece = self._free.get()
         self._buffered = 0
 
-    def _work(self) -> None:
+    def _hash_pieces(self) -> None:
         while (piece := self._full.get()) is not None:
+            self._digest.update(piece)
+            self._hashed.put(piece)
+        self._hashed.put(None)
+
+    def _write_pieces(self) -> None:
+        while (piece := self._hashed.get()) is not None:
             # After a failure pieces are still returned: the caller may wait for one.
             if self._problem is None:
                 try:
-                    self._digest.update(piece)
                     self._write(piece)
                 except BaseException as problem:
                     self._problem = problem
@@ -82,9 +92,10 @@ class PipelinedFile(DurableFile):
 
     def _stop(self) -> None:
         """Wait until everything handed over is written, or has failed."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
+        threads, self._threads = self._threads, ()
+        if threads:
             self._full.put(None)
+        for thread in threads:
             thread.join()
 
     def _raise_problem(self) -> None:

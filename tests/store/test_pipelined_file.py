@@ -1,4 +1,4 @@
-"""Files hashed and written by a thread: their content, buffers that change, failures of the thread."""
+"""Files hashed and written by threads: their content, buffers that change, failures of a thread."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_disk_that_becomes_full_is_reported_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_write_ends_its_thread_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_write_ends_its_threads_and_leaves_nothing(tmp_path: Path) -> None:
     before = threading.active_count()
 
     def fill() -> None:
         with PipelinedFile(tmp_path / "file") as file:
             file.write(bytes(3 * HUGE_PAGE_BYTES))
-            assert threading.active_count() == before + 1
+            assert threading.active_count() == before + 2
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
