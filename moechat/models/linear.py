@@ -280,7 +280,8 @@ class EncodedEmbedding(nn.Embedding):
         if flat.size and not 0 <= flat.min() <= flat.max() < len(self.rows):
             raise IndexError(f"ids {flat.min()} to {flat.max()} are not within {len(self.rows)} rows")
         values = torch.empty((len(flat), self.embedding_dim), dtype=torch.float32)
-        _native.decode_file_rows(self.encoding, self.rows[flat], values.numpy())
+        if flat.size:
+            _native.decode_file_rows(self.encoding, self.rows[flat], values.numpy())
         return values.to(self.weight.dtype).reshape(*ids.shape, self.embedding_dim)
 
 

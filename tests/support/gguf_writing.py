@@ -44,6 +44,7 @@ def write_family(
     *,
     changes: Mapping[str, Any] | None = None,
     dequantised: bool = False,
+    but_experts: bool = False,
     parts: int = 1,
 ) -> None:
     """Write a GGUF file.
@@ -56,6 +57,7 @@ def write_family(
         choose: Type of a tensor.
         changes: Metadata to set instead; ``None`` removes a key. Keys with ``general.`` are whole.
         dequantised: Store the values that ``choose`` leaves, as float32.
+        but_experts: Experts stay as ``choose`` says.
         parts: Number of files.
     """
     most = -(-len(tensors) // parts) if parts > 1 else 0
@@ -69,7 +71,7 @@ def write_family(
     for name, array in tensors.items():
         kind = choose(name, array.shape)
         packed = encode(array, kind)
-        if dequantised and kind is not Kind.I32:
+        if dequantised and kind is not Kind.I32 and not (but_experts and "_exps" in name):
             packed, kind = np.array(gguf.dequantize(packed, kind), np.float32), Kind.F32
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
