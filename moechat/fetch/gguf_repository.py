@@ -20,7 +20,15 @@ from moechat.models.gguf_source import (
     write_side_files,
 )
 from moechat.store.files import format_bytes
-from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, entries, kept_encoding, require_decodable
+from moechat.store.gguf_file import (
+    GgufFile,
+    GgufSource,
+    GgufView,
+    column_order,
+    entries,
+    kept_encoding,
+    require_decodable,
+)
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -119,6 +127,10 @@ class GgufShard(Shard):
         """See :class:`moechat.store.tensors.EncodedFile`."""
         source = self._sources[name]
         return kept_encoding(source, self._header.tensors[source.tensor])
+
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        return column_order(self._sources[name])
 
     def _whole(self, path: Path) -> GgufView:
         file = GgufFile.open(path)

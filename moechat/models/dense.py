@@ -80,6 +80,10 @@ class TensorSource(TensorHeaders, Protocol):
 class EncodedTensorSource(TensorSource, Protocol):
     """A store's dense files, in which tensors may be encoded."""
 
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """The order of the columns of encoded rows, if it is not the model's."""
+        ...
+
     def encoded_rows(self, name: str, expert: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The rows of a tensor that has an encoding, ``uint8 [rows, bytes]``; a view of the file."""
         ...

@@ -224,6 +224,42 @@ class SplitLinear(_Dense):
             row += part.out_features
 
 
+class ReorderedLinear(nn.Module):
+    """``nn.Linear`` whose weights have their columns in another order than the inputs.
+
+    Args:
+        inner: The layer with these weights.
+        columns: int64 ``[in_features]``: for every input its column.
+    """
+
+    def __init__(self, inner: PackedLinear, columns: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._columns = columns
+        self._order = torch.argsort(columns)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in the order of the inputs, in the model's type; unpacked at each access."""
+        return self.inner.weight[:, self._columns]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the inner layer."""
+        return self.inner.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and bias, which every token reads."""
+        return self.inner.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
+        result: torch.Tensor = self.inner(x.index_select(-1, self._order))
+        return result
+
+
 class StoredEmbedding(nn.Module):
     """``nn.Embedding`` with its rows as stored.
 

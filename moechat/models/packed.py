@@ -28,9 +28,10 @@ from moechat.models.dense import (
     replace_modules,
 )
 from moechat.models.dense_form import DenseForm
-from moechat.models.linear import PackedLinear, SplitLinear
+from moechat.models.linear import PackedLinear, ReorderedLinear, SplitLinear
 from moechat.models.packed_file import SOLVER, Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
+from moechat.store.encoded_file import column_index
 
 PackCallback = Callable[[int, int], None]
 _ALIGNMENT = 64
@@ -132,7 +133,11 @@ def keep_layers(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm
         source.release(encoded[name].keys)
         bias: Any = model.get_submodule(name).bias
         dtype = model_type(skeleton, f"{name}.weight")
-        changed[name] = PackedLinear(layout, part, bias, form.activation_bits, dtype)
+        columns = source.columns(encoded[name].keys[0])
+        made = PackedLinear(layout, part, bias, form.activation_bits, dtype)
+        changed[name] = made
+        if columns is not None:
+            changed[name] = ReorderedLinear(made, torch.from_numpy(column_index(columns)))
         at += _aligned(layout.nbytes)
     replace_modules(model, changed)
 

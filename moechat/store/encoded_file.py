@@ -1,12 +1,15 @@
 """Safetensors files in which some matrices keep the encoding of the GGUF file that they come from.
 
 Such a matrix is stored as ``U8`` rows, as in the GGUF file, and appears as ``F16`` in its own shape; metadata
-give its encoding. Stores have their dense weights in these files.
+give its encoding. Its columns may be in another order than the model's, because blocks of an encoding cannot
+be taken apart: metadata then give ``outer``, ``inner`` and ``size`` of the change that brings them in order,
+:class:`moechat.store.gguf_changes.Ungroup`. Stores have their dense weights in these files.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 
 from moechat import _native
 from moechat.errors import CheckpointError, MoechatError
+from moechat.store.gguf_changes import Ungroup
 from moechat.store.safetensors_file import (
     PlannedTensor,
     SafetensorsFile,
@@ -27,6 +31,8 @@ from moechat.store.safetensors_file import (
 )
 
 ENCODINGS = "moechat.encodings"
+COLUMNS = "moechat.columns"
+Columns = tuple[int, int, int]
 _VISIBLE = "F16"
 _CHUNK_BYTES = 8 << 20
 _FP16_MAX = 65504.0
@@ -43,9 +49,20 @@ class EncodedSource(Protocol):
         """The rows of a tensor that has an encoding, ``uint8 [rows, bytes]``."""
         ...
 
+    def columns(self, name: str) -> Columns | None:
+        """The order of the columns of encoded rows, if it is not the model's."""
+        ...
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor in its visible type."""
         ...
+
+
+def column_index(columns: Columns) -> NDArray[np.int64]:
+    """For every column of the model that of the encoded rows."""
+    outer, inner, size = columns
+    index: NDArray[np.int64] = Ungroup(outer, inner, size).apply(np.arange(outer * inner * size))
+    return index
 
 
 def planned_dense(source: EncodedSource, name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
@@ -61,7 +78,8 @@ def planned_dense(source: EncodedSource, name: str, dtype: str, shape: tuple[int
     if encoding is None:
         return PlannedTensor(name, dtype, shape)
     _, block, block_bytes = _native.kept_encodings()[encoding]
-    return PlannedTensor(name, "U8", (*shape[:-1], shape[-1] // block * block_bytes), encoding)
+    stored = (*shape[:-1], shape[-1] // block * block_bytes)
+    return PlannedTensor(name, "U8", stored, encoding, source.columns(name))
 
 
 def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]:
@@ -92,7 +110,12 @@ def encodings_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) ->
     """Header of a file of these tensors; see :func:`moechat.store.safetensors_file.build_header`."""
     tensors = list(tensors)
     encodings = {tensor.name: tensor.encoding for tensor in tensors if tensor.encoding is not None}
-    metadata = {ENCODINGS: json.dumps(encodings, separators=(",", ":"))} if encodings else {}
+    columns = {tensor.name: tensor.columns for tensor in tensors if tensor.columns is not None}
+    metadata = {
+        key: json.dumps(entries, separators=(",", ":"))
+        for key, entries in ((ENCODINGS, encodings), (COLUMNS, columns))
+        if entries
+    }
     return build_header(tensors, alignment=alignment, metadata=metadata)
 
 
@@ -132,10 +155,14 @@ class EncodedSafetensors(SafetensorsFile):
     ) -> None:
         """Use :meth:`open`."""
         self._encodings = _read_encodings(metadata, path, error)
+        self._columns = _read_columns(metadata, path, error)
         self._stored = dict(tensors)
         visible = dict(tensors)
         for name, encoding in self._encodings.items():
             visible[name] = _visible(tensors.get(name), encoding, name, path, error)
+        for name, columns in self._columns.items():
+            if name not in self._encodings or math.prod(columns) != visible[name].shape[-1]:
+                raise error(f"{path} is damaged: its {COLUMNS} do not fit {name[:200]!r}")
         super().__init__(path, visible, metadata, data_start, mapping, status, error)
 
     def array(self, name: str) -> NDArray[Any]:
@@ -150,6 +177,9 @@ class EncodedSafetensors(SafetensorsFile):
             return super().array(name)
         values, most = decoded_halves(encoding, self.encoded_rows(name, None))
         require_halves(most, f"{self.path}: {name}")
+        columns = self._columns.get(name)
+        if columns is not None:
+            values = np.take(values, column_index(columns), axis=1)
         return values.reshape(self.tensors[name].shape)
 
     def chunks(self, name: str) -> Iterator[bytes]:
@@ -169,6 +199,10 @@ class EncodedSafetensors(SafetensorsFile):
         """See :class:`moechat.store.tensors.EncodedFile`."""
         return self._encodings.get(name)
 
+    def columns(self, name: str) -> Columns | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        return self._columns.get(name)
+
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """See :class:`moechat.store.tensors.EncodedFile`."""
         entry = self._stored[name]
@@ -177,18 +211,32 @@ class EncodedSafetensors(SafetensorsFile):
         return part.reshape(-1, entry.shape[-1])
 
 
-def _read_encodings(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
-    text = metadata.get(ENCODINGS)
-    if text is None:
-        return {}
+def _entries(
+    metadata: dict[str, str], key: str, path: Path, error: type[MoechatError]
+) -> dict[str, Any] | None:
+    """A JSON object in metadata; ``None`` if it is another value."""
     try:
-        found = strict_json(text.encode("utf-8"))
+        found = strict_json(metadata.get(key, "{}").encode("utf-8"))
     except ValueError as problem:
-        raise error(f"{path} is damaged: its {ENCODINGS} are not valid: {problem}") from None
+        raise error(f"{path} is damaged: its {key} are not valid: {problem}") from None
+    return found if isinstance(found, dict) else None
+
+
+def _read_columns(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, Columns]:
+    found = _entries(metadata, COLUMNS, path, error)
+
+    def valid(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 3 and all(type(n) is int and n > 0 for n in value)
+
+    if found is None or not all(map(valid, found.values())):
+        raise error(f"{path} is damaged: its {COLUMNS} are not three numbers each")
+    return {name: (outer, inner, size) for name, (outer, inner, size) in found.items()}
+
+
+def _read_encodings(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
+    found = _entries(metadata, ENCODINGS, path, error)
     known = _native.kept_encodings()
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and name in known for name in found.values()
-    ):
+    if found is None or not all(isinstance(name, str) and name in known for name in found.values()):
         raise error(f"{path} is damaged: its {ENCODINGS} do not map tensors to encodings")
     return found
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moechat import _native
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.encoded_file import decoded_halves, require_halves
-from moechat.store.gguf_changes import Change
+from moechat.store.gguf_changes import Change, Ungroup
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
 from moechat.store.mapped_file import MappedFile, opened_regular
 from moechat.store.safetensors_file import TensorEntry
@@ -142,12 +142,16 @@ class GgufView:
         source, _, tensor = self._of(name)
         return kept_encoding(source, tensor)
 
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """See :class:`moechat.store.tensors.EncodedFile`."""
+        return column_order(self._of(name)[0])
+
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """See :class:`moechat.store.tensors.EncodedFile`."""
         source, _, tensor = self._of(name)
         which = source.expert if expert is None else expert
         rows = self._file.rows(tensor, which)
-        if not source.changes:
+        if not source.changes or column_order(source) is not None:
             return rows
         shape = tensor.shape if which is None else tensor.shape[1:]
         parts = rows.reshape(*shape[:-1], rows.shape[1])
@@ -192,9 +196,19 @@ class GgufView:
 
 
 def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
-    """The encoding of a tensor that a store can keep: its rows are those of the checkpoint, in some order."""
-    moves_rows = all(change.by_rows for change in source.changes)
-    return KEPT.get(tensor.kind) if moves_rows and len(tensor.shape) > 1 else None
+    """The encoding that a store can keep: rows and columns are the checkpoint's, in some order."""
+    fits = column_order(source) is not None or all(change.by_rows for change in source.changes)
+    return KEPT.get(tensor.kind) if fits and len(tensor.shape) > 1 else None
+
+
+def column_order(source: GgufSource) -> tuple[int, int, int] | None:
+    """The order of columns that a store keeps, if it is not the checkpoint's."""
+    if len(source.changes) != 1 or source.expert is not None:
+        return None
+    (change,) = source.changes
+    if isinstance(change, Ungroup) and (change.axis, change.start) == (1, 0):
+        return change.outer, change.inner, change.size
+    return None
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:

@@ -320,12 +320,14 @@ class PlannedTensor:
     Attributes:
         encoding: Of rows that keep the encoding of a GGUF file, whose ``dtype`` is ``U8``; see
             :mod:`moechat.store.encoded_file`.
+        columns: If these rows have their columns in another order than the model; see there.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     encoding: str | None = None
+    columns: tuple[int, int, int] | None = None
 
     @property
     def nbytes(self) -> int:

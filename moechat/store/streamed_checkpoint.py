@@ -98,6 +98,10 @@ class Shard:
         """See :class:`moechat.store.tensors.EncodedFile`; known without the file."""
         return None
 
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """See :class:`moechat.store.tensors.EncodedFile`; known without the file."""
+        return None
+
     def dense_encoding(self, name: str) -> str | None:
         """See :class:`moechat.store.encoded_file.EncodedSource`."""
         return self.encoding(name)

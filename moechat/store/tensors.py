@@ -33,6 +33,11 @@ class EncodedFile(Protocol):
     def encoding(self, name: str) -> str | None:
         """The encoding of a tensor, by its name in :func:`moechat._native.kept_encodings`, or ``None``."""
 
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """The order of the columns of encoded rows, if it is not the model's; see
+        :mod:`moechat.store.encoded_file`.
+        """
+
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``; a view.
 
@@ -147,6 +152,15 @@ class TensorSet:
         file = self._file(name)
         assert isinstance(file, EncodedFile)
         return file.encoded_rows(name, expert)
+
+    def columns(self, name: str) -> tuple[int, int, int] | None:
+        """See :class:`EncodedFile`.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        file = self._file(name)
+        return file.columns(name) if isinstance(file, EncodedFile) else None
 
     def dense_encoding(self, name: str) -> str | None:
         """The encoding that a store keeps of a dense tensor; ``None``: the tensor's visible type.

@@ -16,12 +16,12 @@ from moechat.errors import CheckpointError, StoreDamagedError
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import opened_gguf
 from moechat.store.convert import convert
+from moechat.store.encoded_file import COLUMNS, EncodedSafetensors, encodings_header
 from moechat.store.encoded_file import ENCODINGS as METADATA
-from moechat.store.encoded_file import EncodedSafetensors, encodings_header
 from moechat.store.safetensors_file import PlannedTensor, build_header
 from moechat.store.store import Store
 
-ROWS, COLUMNS = 5, 512
+ROWS, WIDTH = 5, 512
 
 
 def write(path: Path, planned: list[PlannedTensor], parts: list[np.ndarray]) -> Path:
@@ -31,11 +31,11 @@ def write(path: Path, planned: list[PlannedTensor], parts: list[np.ndarray]) -> 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_matrix_appears_as_the_values_of_its_rows(tmp_path: Path, encoding: str) -> None:
-    rows = file_rows(np.random.default_rng(1), encoding, ROWS, COLUMNS)
+    rows = file_rows(np.random.default_rng(1), encoding, ROWS, WIDTH)
     plain = np.arange(7, dtype=np.float32)
     planned = [PlannedTensor("b", "F32", (7,)), PlannedTensor("a", "U8", rows.shape, encoding)]
     file = EncodedSafetensors.open(write(tmp_path / "f", planned, [plain, rows]))
-    assert (file.tensors["a"].dtype, file.tensors["a"].shape) == ("F16", (ROWS, COLUMNS))
+    assert (file.tensors["a"].dtype, file.tensors["a"].shape) == ("F16", (ROWS, WIDTH))
     assert (file.encoding("a"), file.encoding("b")) == (encoding, None)
     np.testing.assert_array_equal(file.encoded_rows("a", None), rows)
     expected = values(encoding, rows).astype(np.float16)
@@ -51,6 +51,37 @@ def test_matrices_of_several_dimensions_keep_their_shape(tmp_path: Path) -> None
     file = EncodedSafetensors.open(write(tmp_path / "f", [planned], [rows]))
     assert file.array("a").shape == (2, 3, 64)
     np.testing.assert_array_equal(file.encoded_rows("a", 1), rows[3:])
+
+
+def test_columns_appear_in_the_order_of_the_model(tmp_path: Path) -> None:
+    rows = file_rows(np.random.default_rng(1), "q8_0", ROWS, 2 * 3 * 32)
+    planned = PlannedTensor("a", "U8", rows.shape, "q8_0", (2, 3, 32))
+    file = EncodedSafetensors.open(write(tmp_path / "f", [planned], [rows]))
+    assert file.columns("a") == (2, 3, 32)
+    np.testing.assert_array_equal(file.encoded_rows("a", None), rows)
+    # Head i * 2 + j of the model is head j * 3 + i of the file.
+    heads = values("q8_0", rows).astype(np.float16).reshape(ROWS, 6, 32)[:, [0, 3, 1, 4, 2, 5]]
+    np.testing.assert_array_equal(file.array("a"), heads.reshape(ROWS, -1))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("[]", "are not three numbers each"),
+        ('{"a":[2,3]}', "are not three numbers each"),
+        ('{"a":[2,3,0]}', "are not three numbers each"),
+        ('{"a":[2,3,true]}', "are not three numbers each"),
+        ('{"a":[2,3,5]}', "do not fit 'a'"),
+        ('{"c":[2,3,5]}', "do not fit 'c'"),
+        ("{", "are not valid"),
+    ],
+)
+def test_damaged_columns_are_refused(tmp_path: Path, columns: str, message: str) -> None:
+    planned = PlannedTensor("a", "U8", (ROWS, 34))
+    header = build_header([planned], metadata={METADATA: '{"a":"q8_0"}', COLUMNS: columns})
+    (tmp_path / "f").write_bytes(header + bytes(planned.nbytes))
+    with pytest.raises(StoreDamagedError, match=message):
+        EncodedSafetensors.open(tmp_path / "f", error=StoreDamagedError)
 
 
 @pytest.mark.parametrize(
