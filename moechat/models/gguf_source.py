@@ -26,7 +26,7 @@ from moechat.store.gguf_header import GgufHeader
 from moechat.store.tensors import TensorSet
 
 # Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
-VERSION = 3
+VERSION = 4
 
 
 class GgufCheckpoint(Checkpoint):
