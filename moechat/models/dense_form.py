@@ -318,6 +318,8 @@ def choose_form(
             # Only the packer reads it, in the stored type.
             kept.update(names)
             del sizes[key]["stored"]
+            if weight is not None:
+                encoded.update(dict.fromkeys(packed, weight))
 
     def weight_of(module: Any) -> tuple[int, int, bool]:
         """Bytes of a layer's weight, its key, and whether it is packed for this layer."""

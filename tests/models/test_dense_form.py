@@ -166,3 +166,29 @@ def test_the_title_names_the_bits_of_each_kind() -> None:
         "k_proj, lm_head, o_proj, q_proj, v_proj 8 bits; others not packed"
     )
     assert form_of("qwen3_moe", 0, 16)[1].title == "not packed"
+
+
+@pytest.mark.parametrize("stored_rows", [True, False])
+@pytest.mark.parametrize("bits", [16, "auto", 8, 4])
+def test_encoded_weights_are_kept_where_rows_are_read_as_stored(bits: DenseBits, stored_rows: bool) -> None:
+    register()
+    config = tiny_config("qwen3_moe", 0, vocab_size=512, hidden_size=64)
+    skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)
+    stored = dict.fromkeys(skeleton.state, torch.float16)
+    weights = {name: "q8_0" for name, tensor in skeleton.state.items() if tensor.dim() == 2}
+    form = choose_form(
+        skeleton, stored, bits=bits, activation_bits=16, encodings=weights, stored_rows=stored_rows
+    )
+    kept = stored_rows and bits in (16, "auto")
+    assert set(form.kept_linears) == (set(form.linears) if kept else set())
+    assert set(form.quantised) == (set() if kept or bits == 16 else set(form.linears))
+    assert ("model.embed_tokens" in form.encodings) == stored_rows
+    # What only a packer reads is not loaded as a tensor.
+    assert form.encoded.keys() == {*form.encodings, *form.quantised}
+    head = skeleton.model.lm_head.weight
+    rows = head.numel() * 34 // 32
+    if kept:
+        assert form.head_bytes == _native.LinearLayout(*head.shape, "q8_0").nbytes
+    if stored_rows:
+        embedding = rows + sum(buffer.nbytes for buffer in skeleton.model.buffers())
+        assert form.nbytes - form.head_bytes - form.in_layers == embedding
