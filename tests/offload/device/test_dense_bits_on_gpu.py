@@ -10,6 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf_families import FAMILIES
+from gguf_family import gguf_tensors, random_model
+from gguf_writing import all_as, write_family
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
@@ -221,3 +225,24 @@ def test_kernels_of_packed_layers_are_built_before_the_first_answer(
             if isinstance(layer, DevicePackedLinear)
         }
         assert sorted(tokens) == [1] * len(kinds) + [9] * len(kinds)
+
+
+@pytest.mark.parametrize("dense_bits", [16, 8])
+def test_weights_in_the_encoding_of_a_file_match_the_cpu(
+    dense_bits: int, gpu: Any, tmp_path: Path, moechat_home: Path
+) -> None:
+    family = FAMILIES["glm4moe"]
+    config = family.config()
+    file = tmp_path / "m.gguf"
+    write_family(family, config, gguf_tensors(family, random_model(config)), file, all_as(Kind.Q8_0))
+    arguments: dict[str, Any] = {"bits": 4, "dense_bits": dense_bits}
+    with moechat.load(file, dtype="float32", activation_bits=32, ctx=64, **arguments) as engine:
+        wanted = engine.logits(FEW)
+        assert ("lm_head" in engine.loaded.form.encodings) == (dense_bits == 16)
+    with load(file, gpu, **arguments) as engine:
+        form = engine.loaded.form
+        assert not form.encodings
+        # Not loaded as tensors, because only the packer reads them.
+        assert ("lm_head" in form.encoded) == (dense_bits == 8)
+        # The GPU has what is not packed, with 8 bits the embedding, rounded to float16.
+        assert error_of(engine.logits(FEW), wanted) < 2e-3
