@@ -141,6 +141,8 @@ def stored_encodings(skeleton: Skeleton, source: TensorHeaders) -> dict[str, str
 
 def encoded_targets(skeleton: Skeleton, source: TensorHeaders, form: DenseForm) -> dict[str, Target]:
     """The stored weight of each layer whose weights are encoded."""
+    if not form.encoded:
+        return {}
     targets, _ = map_keys(skeleton, source.keys())
     return {layer: targets[weight] for layer, weight in form.encoded.items()}
 

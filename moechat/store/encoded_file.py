@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,27 +141,29 @@ class EncodedSafetensors(SafetensorsFile):
     Files without encodings are read as any other.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: dict[str, TensorEntry],
-        metadata: dict[str, str],
-        data_start: int,
-        mapping: mmap.mmap,
-        status: os.stat_result,
-        error: type[MoechatError],
-    ) -> None:
-        """Use :meth:`open`."""
-        self._encodings = _read_encodings(metadata, path, error)
-        self._columns = _read_columns(metadata, path, error)
-        self._stored = dict(tensors)
-        visible = dict(tensors)
-        for name, encoding in self._encodings.items():
-            visible[name] = _visible(tensors.get(name), encoding, name, path, error)
-        for name, columns in self._columns.items():
-            if name not in self._encodings or math.prod(columns) != visible[name].shape[-1]:
+    _encodings: dict[str, str]
+    _columns: dict[str, Columns]
+    _stored: Mapping[str, TensorEntry]  # as the header has them
+
+    @classmethod
+    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> Self:
+        """See :meth:`SafetensorsFile.open`.
+
+        Raises:
+            MoechatError: Of class ``error``; also if metadata and tensors contradict each other.
+        """
+        file = super().open(path, error=error)
+        file._stored = file.tensors
+        file._encodings = _read_encodings(file.metadata, path, error)
+        file._columns = _read_columns(file.metadata, path, error)
+        visible = dict(file.tensors)
+        for name, encoding in file._encodings.items():
+            visible[name] = _visible(visible.get(name), encoding, name, path, error)
+        for name, columns in file._columns.items():
+            if name not in file._encodings or math.prod(columns) != visible[name].shape[-1]:
                 raise error(f"{path} is damaged: its {COLUMNS} do not fit {name[:200]!r}")
-        super().__init__(path, visible, metadata, data_start, mapping, status, error)
+        file.tensors = visible
+        return file
 
     def array(self, name: str) -> NDArray[Any]:
         """See :meth:`SafetensorsFile.array`; an encoded matrix is decoded.
@@ -212,7 +212,7 @@ class EncodedSafetensors(SafetensorsFile):
 
 
 def _entries(
-    metadata: dict[str, str], key: str, path: Path, error: type[MoechatError]
+    metadata: Mapping[str, str], key: str, path: Path, error: type[MoechatError]
 ) -> dict[str, Any] | None:
     """A JSON object in metadata; ``None`` if it is another value."""
     try:
@@ -222,7 +222,7 @@ def _entries(
     return found if isinstance(found, dict) else None
 
 
-def _read_columns(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, Columns]:
+def _read_columns(metadata: Mapping[str, str], path: Path, error: type[MoechatError]) -> dict[str, Columns]:
     found = _entries(metadata, COLUMNS, path, error)
 
     def valid(value: Any) -> bool:
@@ -233,7 +233,7 @@ def _read_columns(metadata: dict[str, str], path: Path, error: type[MoechatError
     return {name: (outer, inner, size) for name, (outer, inner, size) in found.items()}
 
 
-def _read_encodings(metadata: dict[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
+def _read_encodings(metadata: Mapping[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
     found = _entries(metadata, ENCODINGS, path, error)
     known = _native.kept_encodings()
     if found is None or not all(isinstance(name, str) and name in known for name in found.values()):

@@ -125,32 +125,6 @@ class Reshape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Takes some of the rows: the file holds several matrices in one.
-
-    Attributes:
-        start: First row.
-        count: Number of rows.
-        total: Number of rows of the file's tensor.
-    """
-
-    start: int
-    count: int
-    total: int
-    arithmetic = False
-    by_rows = True
-
-    def shape(self, shape: Shape) -> Shape:
-        """See :class:`Change`."""
-        _require(shape[0] == self.total, shape, f"{self.total} rows")
-        return (self.count, *shape[1:])
-
-    def apply(self, values: NDArray[Any]) -> NDArray[Any]:
-        """See :class:`Change`."""
-        return values[self.start : self.start + self.count]
-
-
-@dataclass(frozen=True, slots=True)
 class Add:
     """Adds a constant: norms that the file stores plus 1."""
 

@@ -28,8 +28,7 @@ class Place:
     integers: bool = False
 
 
-# Several places share the tensor: each takes its part of it.
-Places = Mapping[str, Place | str | tuple[Place, ...]]
+Places = Mapping[str, Place | str]
 
 
 @dataclass(frozen=True)
