@@ -38,6 +38,7 @@ from moechat.models.footprint import (
 )
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.quiet import without_warnings
+from moechat.models.router_search import copied_bytes
 from moechat.models.skeleton import (
     ExpertsModule,
     Skeleton,
@@ -72,6 +73,7 @@ class ModelOutline:
         chunk: Tokens of a part of a prompt, where prompts are computed in parts.
         live: Most bytes of activations alive at a time in a pass of ``chunk`` tokens, but for attention;
             0: not counted, because formulas give them.
+        router_copies: Most bytes of the float32 copies of routers that prediction uses.
     """
 
     model_type: str
@@ -88,6 +90,7 @@ class ModelOutline:
     config: Any
     chunk: int
     live: int
+    router_copies: int
 
     def geometry(self, bits: int) -> ExpertGeometry:
         """Shape and encoding of the experts with ``bits`` bits per weight.
@@ -118,12 +121,6 @@ class ModelOutline:
     def dense_bytes(self) -> int:
         """Bytes of dense weights in memory, and of buffers."""
         return self.form.nbytes
-
-    @property
-    def router_copies(self) -> int:
-        """Bytes of the float32 copies of routers that prediction uses."""
-        entry = self.experts[0]
-        return len(self.expert_layers) * entry.num_experts * entry.hidden_size * 4
 
     @property
     def can_replay(self) -> bool:
@@ -326,6 +323,7 @@ def outline_skeleton(
         config=model.config,
         chunk=chunk,
         live=live,
+        router_copies=copied_bytes(model, skeleton.experts),
     )
 
 

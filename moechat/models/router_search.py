@@ -92,15 +92,40 @@ def find_routers(model: nn.Module, experts: Iterable[ExpertLayer]) -> list[Route
     """
     # Not inference tensors, as they are used inside and outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        return [_find(model.get_submodule(entry.name.rpartition(".")[0]), entry) for entry in experts]
+        return [_find(_owner(model, entry), entry) for entry in experts]
+
+
+def copied_bytes(model: nn.Module, experts: Iterable[ExpertLayer]) -> int:
+    """Most bytes of the float32 copies of routers that :func:`find_routers` makes.
+
+    A router is a candidate only if it reads the input of its experts. Where that is narrower than the hidden
+    states (experts in a latent space), no layer has one.
+
+    Args:
+        model: The model; its weights may be on the meta device.
+        experts: Its expert layers.
+    """
+    total = 0
+    for entry in experts:
+        shapes = {tuple(tensor.shape) for _, tensor in _beside(_owner(model, entry), entry)}
+        if shapes & {(entry.num_experts, entry.hidden_size), (entry.hidden_size, entry.num_experts)}:
+            total += entry.num_experts * entry.hidden_size * torch.float32.itemsize
+    return total
+
+
+def _owner(model: nn.Module, entry: ExpertLayer) -> nn.Module:
+    return model.get_submodule(entry.name.rpartition(".")[0])
+
+
+def _beside(owner: nn.Module, entry: ExpertLayer) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of the module that has the experts, without theirs."""
+    own = entry.name.rpartition(".")[2] + "."
+    tensors = [*owner.named_parameters(), *owner.named_buffers()]
+    return [(name, tensor) for name, tensor in tensors if not name.startswith(own)]
 
 
 def _find(owner: nn.Module, entry: ExpertLayer) -> Router | None:
-    named = [
-        (name, tensor)
-        for name, tensor in [*owner.named_parameters(), *owner.named_buffers()]
-        if not name.startswith(entry.name.rpartition(".")[2] + ".") and not tensor.is_meta
-    ]
+    named = [(name, tensor) for name, tensor in _beside(owner, entry) if not tensor.is_meta]
     weights = [(name, _weight(tensor, entry)) for name, tensor in named]
     vectors = [
         (name, _float32(tensor.reshape(-1)))

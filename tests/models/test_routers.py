@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny_family
 from tiny import CASES, UNLISTED, tiny_config, write_tiny_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moechat.models.dense import load_dense
-from moechat.models.router_search import Router, Scoring, find_routers
+from moechat.models.model_outline import outline_model
+from moechat.models.router_search import Router, Scoring, copied_bytes, find_routers
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton
 from moechat.store.checkpoint import Checkpoint
 
@@ -140,6 +142,23 @@ def test_a_router_with_other_choices_is_left_out() -> None:
 
 def test_a_module_that_wants_more_than_hidden_states_is_left_out() -> None:
     assert find_in(Block(honest=True, arguments=2)) is None
+
+
+@pytest.mark.parametrize("latent", [None, 32])
+def test_the_bytes_of_copies_are_counted_before_weights_are_there(latent: int | None, tmp_path: Path) -> None:
+    """Experts of Nemotron-H can work on vectors that are narrower than what their router reads."""
+    config = tiny_family("nemotron_h")
+    config.moe_latent_size = latent
+    write_tiny_checkpoint(tmp_path, config)
+    skeleton = build_skeleton(config, torch.bfloat16)
+    counted = copied_bytes(skeleton.model, skeleton.experts)
+    load_dense(skeleton, Checkpoint.open(tmp_path).tensors)
+    found = find_routers(skeleton.model, skeleton.experts)
+    assert skeleton.experts[0].hidden_size == (latent or config.hidden_size)
+    assert counted == sum(router.weight.nbytes for router in found if router is not None)
+    assert (counted == 0) == (latent is not None)
+    outline = outline_model(config, torch.bfloat16, dense_bits=16)
+    assert outline.router_copies == counted
 
 
 def test_searching_leaves_no_hook_behind() -> None:
