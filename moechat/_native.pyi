@@ -234,6 +234,19 @@ def kept_encodings() -> dict[str, tuple[int, int, int]]:
     See ``native/src/kernels/layout/kept_encodings.h``.
     """
 
+def kept_form(encoding: str) -> dict[str, int | str]:
+    """What the kernels have to know about a kept encoding, as ``KeptForm`` has it in
+    ``native/src/kernels/layout/kept_encodings.h``.
+
+    Returns:
+        ``code_bits``; ``table``: ``none``, ``iq4`` or ``e2m1``; ``subs``: sub-blocks of a group; ``words``:
+        kind of the scale words, by the names of the table there; ``zero``; ``super_halves``: fp16 values of a
+        row in the super field; ``super_groups``: groups that share them, in gate, up and dense matrices.
+
+    Raises:
+        ValueError: The encoding is unknown.
+    """
+
 def decode_file_rows(encoding: str, rows: _U8, out: _F32 | _U16) -> float:
     """Decode rows of a matrix in a GGUF file.
 
@@ -488,6 +501,9 @@ class LinearLayout:
     @property
     def sz(self) -> int:
         """Offset of scales and zeros; the codes start at 0."""
+    @property
+    def super(self) -> int:
+        """Offset of the scales of blocks of 256 columns; that of :attr:`sz` if the encoding has none."""
     @property
     def nbytes(self) -> int: ...
 

@@ -8,7 +8,7 @@ from moechat.config import user_paths
 from moechat.loading.model import Progress, Report
 from moechat.models.dense import load_dense
 from moechat.models.dense_form import DenseForm
-from moechat.models.packed import keep_layers, pack_layers
+from moechat.models.packed import keep_layers, kept_bytes, pack_layers
 from moechat.models.packed_file import PackedFile
 from moechat.models.skeleton import Skeleton
 from moechat.offload.placement import ModelPlacement
@@ -40,12 +40,15 @@ def load_weights(
         DoesNotFitError: The packed weights do not fit.
     """
     load_dense(skeleton, store.dense, form)
-    keep_layers(skeleton, store.dense, form)
-    if not form.quantised:
+    if not form.quantised and not form.kept_linears:
         return
     records = store.manifest.files.items()
     hashes = {name: record.sha256 for name, record in records if name.startswith(DENSE_PREFIX)}
     file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
+    memory = placement.packed_memory(file.nbytes + kept_bytes(form), form, dtype)
+    keep_layers(skeleton, store.dense, form, memory, at=file.nbytes)
+    if not form.quantised:
+        return
     used = sorted({bits for name in form.quantised for _, _, bits in form.parts_of(name)}, key=str)
     detail = f"dense weights in {' and '.join(map(str, used))} bits"
     pack_layers(
@@ -54,5 +57,5 @@ def load_weights(
         form,
         file,
         lambda done, total: report(Progress("load", done, total, detail)),
-        placement.packed_memory(file.nbytes, form, dtype),
+        memory,
     )

@@ -89,7 +89,7 @@ def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
         form: Form of the dense weights.
         itemsize: Bytes of an element in the model's type.
     """
-    if not form.packs:
+    if not form.packs and not form.kept_linears:
         return 0
     shapes = form.linears.values()
     largest = max((-(-rows // 16) * 16 * cols * itemsize for rows, cols in shapes), default=0)
@@ -241,7 +241,7 @@ def choose_form(
         encodings: Encoding of each weight that has one in the store, by its name in the model.
         reads: Reads seen in a trial pass.
         stored_rows: Let layers that are not packed read rows as stored, if possible; ``False``, as on a GPU:
-            they stay torch layers in the model's type.
+            they stay torch layers in the model's type, except for linear layers with encoded weights.
     """
     model = skeleton.model
     avoided = latent_projections(model) | (set() if reads is None else reads.modules)
@@ -281,7 +281,9 @@ def choose_form(
         if len(types) != 1:
             continue
         (kind,) = types
-        whole = stored_rows and fit and kind in HALVES
+        keeps = bits in (16, AUTO_BITS)
+        only_linear = weight is not None and keeps and all(type(module) is nn.Linear for _, module, _ in of)
+        whole = (stored_rows or only_linear) and fit and kind in HALVES
         if whole and encodings is not None and weight is not None:
             rows, cols = parameter.shape
             sizes[key] = {}
@@ -292,7 +294,7 @@ def choose_form(
                     sizes[key]["stored"] = encoded_bytes(rows, cols, encodings[weight])
                     continue
                 linears[name] = (rows, cols)
-                if bits in (16, AUTO_BITS):
+                if keeps:
                     found_encodings[name] = encodings[weight]
                     sizes[key][name] = part_bytes((rows, cols, encodings[weight]))
                 else:

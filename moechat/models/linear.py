@@ -232,27 +232,32 @@ class ReorderedLinear(nn.Module):
         columns: int64 ``[in_features]``: for every input its column.
     """
 
-    def __init__(self, inner: PackedLinear, columns: torch.Tensor) -> None:
+    _order: torch.Tensor
+
+    def __init__(self, inner: nn.Module, columns: torch.Tensor) -> None:
         super().__init__()
-        self.inner = inner
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-        self._columns = columns
-        self._order = torch.argsort(columns)
+        self.inner: Any = inner
+        self.in_features, self.out_features = self.inner.in_features, self.inner.out_features
+        # A buffer, so that it moves to a GPU with the model.
+        self.register_buffer("_order", torch.argsort(columns).to(torch.int32), persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights in the order of the inputs, in the model's type; unpacked at each access."""
-        return self.inner.weight[:, self._columns]
+        weight: torch.Tensor = self.inner.weight[:, torch.argsort(self._order)]
+        return weight
 
     @property
     def bias(self) -> torch.Tensor | None:
         """That of the inner layer."""
-        return self.inner.bias
+        bias: torch.Tensor | None = self.inner.bias
+        return bias
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights and bias, which every token reads."""
-        return self.inner.nbytes
+        nbytes: int = self.inner.nbytes
+        return nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""

@@ -1,13 +1,13 @@
 """Packs dense layers during loading.
 
 :func:`pack_layers` quantises them to 8 or 4 bits, for CPU or GPU; :mod:`moechat.models.packed_file` caches
-the result. :func:`keep_layers` rearranges encoded rows of a store, for the CPU.
+the result. :func:`keep_layers` rearranges encoded rows of a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ from moechat.models.dense import (
     read_weight,
     replace_modules,
 )
-from moechat.models.dense_form import DenseForm
+from moechat.models.dense_form import DenseForm, part_bytes
 from moechat.models.linear import PackedLinear, ReorderedLinear, SplitLinear
 from moechat.models.packed_file import SOLVER, Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
@@ -54,6 +54,10 @@ class PackedMemory(Protocol):
 
     def put(self, at: int, packed: Bytes) -> None:
         """Store one packed layer at offset ``at``."""
+        ...
+
+    def space(self, at: int, nbytes: int) -> AbstractContextManager[Bytes]:
+        """Host memory to write into; what it holds is at offset ``at`` when the context has ended."""
         ...
 
     def layer(
@@ -88,6 +92,9 @@ class _HostMemory:
     def put(self, at: int, packed: Bytes) -> None:
         self._data[at : at + len(packed)] = packed
 
+    def space(self, at: int, nbytes: int) -> AbstractContextManager[Bytes]:
+        return nullcontext(self._data[at : at + nbytes])
+
     def layer(
         self,
         layouts: Sequence[_native.LinearLayout],
@@ -105,13 +112,26 @@ class _HostMemory:
         return parts[0] if len(parts) == 1 else SplitLinear(parts)
 
 
-def keep_layers(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm) -> None:
+def kept_bytes(form: DenseForm) -> int:
+    """Bytes of memory that :func:`keep_layers` fills."""
+    return sum(_aligned(part_bytes(form.parts_of(name)[0])) for name in form.kept_linears)
+
+
+def keep_layers(
+    skeleton: Skeleton,
+    source: EncodedTensorSource,
+    form: DenseForm,
+    memory: PackedMemory | None = None,
+    at: int = 0,
+) -> None:
     """Replace the layers that keep the encoding of the store; their values do not change.
 
     Args:
         skeleton: Model with its dense weights loaded.
         source: The store's dense files; pages of the rows are released.
         form: Form of the weights.
+        memory: Memory for the layers; ``None``: host memory of their own.
+        at: Offset in it, a multiple of 64, from which :func:`kept_bytes` are filled.
 
     Raises:
         CheckpointError: A scale is not finite.
@@ -120,21 +140,20 @@ def keep_layers(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm
     if not names:
         return
     encoded = encoded_targets(skeleton, source, form)
-    layouts = {name: _native.LinearLayout(*form.parts_of(name)[0]) for name in names}
-    data = _native.huge_empty(sum(_aligned(layout.nbytes) for layout in layouts.values()))
+    if memory is None:
+        memory, at = _HostMemory(kept_bytes(form), form.activation_bits), 0
     changed: dict[str, nn.Module] = {}
-    at = 0
-    for name, layout in layouts.items():
-        part = data[at : at + layout.nbytes]
-        try:
-            _native.pack_kept_linear(layout, encoded_rows(skeleton, source, encoded[name]), part)
-        except ValueError as error:
-            raise CheckpointError(f"{encoded[name].name} cannot be read: {error}") from error
+    for name in names:
+        layout = _native.LinearLayout(*form.parts_of(name)[0])
+        with memory.space(at, layout.nbytes) as part:
+            try:
+                _native.pack_kept_linear(layout, encoded_rows(skeleton, source, encoded[name]), part)
+            except ValueError as error:
+                raise CheckpointError(f"{encoded[name].name} cannot be read: {error}") from error
         source.release(encoded[name].keys)
         bias: Any = model.get_submodule(name).bias
-        dtype = model_type(skeleton, f"{name}.weight")
         columns = source.columns(encoded[name].keys[0])
-        made = PackedLinear(layout, part, bias, form.activation_bits, dtype)
+        made = memory.layer([layout], at, bias, model_type(skeleton, f"{name}.weight"))
         changed[name] = made
         if columns is not None:
             changed[name] = ReorderedLinear(made, torch.from_numpy(column_index(columns)))

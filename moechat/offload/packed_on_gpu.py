@@ -7,8 +7,10 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,6 +54,13 @@ class PackedGpuMemory:
     def put(self, at: int, packed: Bytes) -> None:
         """Copy bytes to an offset; the caller may overwrite them as soon as this returns."""
         self._data[at : at + len(packed)].copy_(torch.from_numpy(packed))
+
+    @contextmanager
+    def space(self, at: int, nbytes: int) -> Iterator[Bytes]:
+        """Host memory of one layer, copied to an offset when the context ends."""
+        packed = np.empty(nbytes, np.uint8)
+        yield packed
+        self.put(at, packed)
 
     def layer(
         self,

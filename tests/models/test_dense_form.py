@@ -170,7 +170,9 @@ def test_the_title_names_the_bits_of_each_kind() -> None:
 
 @pytest.mark.parametrize("stored_rows", [True, False])
 @pytest.mark.parametrize("bits", [16, "auto", 8, 4])
-def test_encoded_weights_are_kept_where_rows_are_read_as_stored(bits: DenseBits, stored_rows: bool) -> None:
+def test_encoded_weights_are_kept_in_linear_layers_and_where_rows_are_read_as_stored(
+    bits: DenseBits, stored_rows: bool
+) -> None:
     register()
     config = tiny_config("qwen3_moe", 0, vocab_size=512, hidden_size=64)
     skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)
@@ -179,7 +181,7 @@ def test_encoded_weights_are_kept_where_rows_are_read_as_stored(bits: DenseBits,
     form = choose_form(
         skeleton, stored, bits=bits, activation_bits=16, encodings=weights, stored_rows=stored_rows
     )
-    kept = stored_rows and bits in (16, "auto")
+    kept = bits in (16, "auto")
     assert set(form.kept_linears) == (set(form.linears) if kept else set())
     assert set(form.quantised) == (set() if kept or bits == 16 else set(form.linears))
     assert ("model.embed_tokens" in form.encodings) == stored_rows

@@ -23,6 +23,7 @@ from moechat.offload.kernels import (
     triton_attention,
     triton_blocks,
     triton_few,
+    triton_kept,
     triton_linear,
     triton_lookup,
 )
@@ -30,7 +31,7 @@ from moechat.offload.kernels import (
 SCALARS = {
     "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
     **dict.fromkeys(
-        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "place",
+        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "super_at", "place",
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
          "tail_head", "keys_head", "values_head"), "i32"
@@ -41,7 +42,7 @@ POINTERS = {
     "stats": "*fp32", "numbers": "*i64",
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
-EVEN = ("hidden", "rows", "cols", "sz", "keys_head", "values_head")
+EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
 # Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
 ATTENTION = {
     "mixtral": (8, 4, 128, 128, {}),
@@ -162,12 +163,14 @@ def main() -> None:
     if encodings == ["lookup"] or items == ["attention"]:
         encodings = []
     elif items == [""]:
-        for bits, bias in itertools.product(map(int, encodings), (False, True)):
+        for name, bias in itertools.product(encodings, (False, True)):
+            bits = int(name) if name.isdigit() else name
+            module = triton_linear if name.isdigit() else triton_kept
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):
                 for capability in map(int, capabilities):
-                    kernel = getattr(triton_linear, plan.kernel)
+                    kernel = getattr(module, plan.kernel)
                     built = build(kernel, plan.constants, plan.types, plan.warps, capability)
-                    results[f"{plan.kernel} sm_{capability} {bits} bits, bias {bias}"] = sizes_of(built)
+                    results[f"{plan.kernel} sm_{capability} {name}, bias {bias}"] = sizes_of(built)
         encodings = []
     for encoding in encodings:
         geometry = ExpertGeometry(

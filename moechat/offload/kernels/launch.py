@@ -87,7 +87,8 @@ class Kernel:
     """One kernel as it is built for a kind of expert, or of dense layer: what the compiler has to know.
 
     Attributes:
-        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, ``triton_few`` or ``triton_linear``.
+        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, ``triton_few``, ``triton_linear`` or
+            ``triton_kept``.
         constants: Values of its compile-time parameters.
         types: Triton's types of those of its pointers that differ between builds.
         warps: Of a program.

@@ -1,4 +1,4 @@
-"""Dense layers whose weights lie packed in a GPU's memory, in 8 or 4 bits.
+"""Dense layers whose weights lie packed in a GPU's memory, in 8 or 4 bits or a kept encoding.
 
 A few tokens read the packed weights themselves: products and sums in float32, each token by programs of its
 own, so that its result does not depend on the others. Their programs run side by side, so the weights come
@@ -18,7 +18,8 @@ from torch import nn
 
 from moechat import _native
 from moechat.geometry import GROUP_SIZE
-from moechat.offload.kernels import triton_linear
+from moechat.offload.kernels import triton_kept, triton_linear
+from moechat.offload.kernels.kept_form import kept_constants, value_table
 from moechat.offload.kernels.launch import Kernel
 from moechat.offload.limits import FEW_TOKENS
 
@@ -57,7 +58,7 @@ class DevicePackedLinear(nn.Module):
     """``nn.Linear`` with its weights packed on a GPU.
 
     Args:
-        layout: Of the packed weights; 8 or 4 bits.
+        layout: Of the packed weights; 8 or 4 bits, or a kept encoding.
         data: uint8 ``[layout.nbytes]`` on the GPU, beginning at a multiple of 64 bytes; not copied.
         bias: ``[out_features]`` of any floating type, or ``None``.
         strips: Shared with the model's other layers.
@@ -87,7 +88,8 @@ class DevicePackedLinear(nn.Module):
         self._dtype = dtype
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.layout.bits}"
+        kind = self.layout.encoding or f"{self.layout.bits} bits"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
     @property
     def weight(self) -> torch.Tensor:
@@ -115,19 +117,17 @@ class DevicePackedLinear(nn.Module):
 
     def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
         layout = self.layout
-        triton_linear.few[(len(x), -(-layout.rows // ROWS))](
-            self.data,
-            x,
-            self.data if self.bias is None else self.bias,
-            out,
-            layout.rows,
-            layout.cols,
-            self._tiles,
-            self._groups,
-            layout.sz,
-            num_warps=_WARPS,
-            **_constants(layout.bits, has_bias=self.bias is not None),
-        )
+        grid = (len(x), -(-layout.rows // ROWS))
+        bias = self.data if self.bias is None else self.bias
+        sizes = (layout.rows, layout.cols, self._tiles, self._groups, layout.sz)
+        constants = _constants(_form(layout), has_bias=self.bias is not None)
+        if layout.encoding is None:
+            triton_linear.few[grid](self.data, x, bias, out, *sizes, num_warps=_WARPS, **constants)
+        else:
+            table = value_table(self.data.device)
+            triton_kept.few_kept[grid](
+                self.data, table, x, bias, out, *sizes, layout.super, num_warps=_WARPS, **constants
+            )
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         rows, cols = self.out_features, self.in_features
@@ -145,39 +145,51 @@ class DevicePackedLinear(nn.Module):
     def _unpack(self, first: int, out: torch.Tensor) -> None:
         """Rows from ``first`` on, a multiple of 16, into ``out`` ``[rows, in_features]``."""
         layout = self.layout
-        constants = _constants(layout.bits)
-        triton_linear.unpack[(-(-len(out) // ROWS), -(-self._groups // constants["GROUPS"]))](
-            self.data,
-            out,
-            first // _TILE,
-            len(out),
-            layout.cols,
-            self._groups,
-            layout.sz,
-            num_warps=_WARPS,
-            **constants,
-        )
+        constants = _constants(_form(layout))
+        grid = (-(-len(out) // ROWS), -(-self._groups // constants["GROUPS"]))
+        sizes = (first // _TILE, len(out), layout.cols, self._groups, layout.sz)
+        if layout.encoding is None:
+            triton_linear.unpack[grid](self.data, out, *sizes, num_warps=_WARPS, **constants)
+        else:
+            table = value_table(self.data.device)
+            triton_kept.unpack_kept[grid](
+                self.data, table, out, *sizes, layout.super, num_warps=_WARPS, **constants
+            )
 
 
-def _constants(bits: int, *, has_bias: bool | None = None) -> dict[str, Any]:
-    """Compile-time parameters; ``has_bias`` is one of ``few`` only."""
-    constants: dict[str, Any] = {"BITS": bits, "ROWS": ROWS, "GROUPS": _CODES // (128 * bits)}
+def _form(layout: _native.LinearLayout) -> int | str:
+    return layout.encoding or layout.bits
+
+
+def _constants(form: int | str, *, has_bias: bool | None = None) -> dict[str, Any]:
+    """Compile-time parameters for bits or a kept encoding; ``has_bias`` is one of the kernels for few tokens
+    only.
+    """
+    if isinstance(form, int):
+        constants: dict[str, Any] = {"BITS": form, "ROWS": ROWS, "GROUPS": _CODES // (128 * form)}
+    else:
+        kept = kept_constants(form)
+        # Whole words for all threads: a power of two.
+        groups = _CODES // (128 * (1 << (kept["FIRST"] + kept["SECOND"] - 1).bit_length()))
+        constants = {**kept, "ROWS": ROWS, "GROUPS": groups}
     return constants if has_bias is None else {**constants, "HAS_BIAS": has_bias}
 
 
-def launches(bits: int, dtype: str, *, has_bias: bool) -> list[Kernel]:
+def launches(form: int | str, dtype: str, *, has_bias: bool) -> list[Kernel]:
     """The kernels of packed layers, for compiling them ahead.
 
     Args:
-        bits: 8 or 4.
+        form: 8 or 4 bits, or a kept encoding.
         dtype: Of inputs, bias and output, torch's name.
         has_bias: Whether the layers have a bias.
     """
     names: Mapping[str, str] = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
     types = {"x": names[dtype], "bias": names[dtype] if has_bias else "*u8", "out": names[dtype]}
+    few, unpack = ("few", "unpack") if isinstance(form, int) else ("few_kept", "unpack_kept")
+    table = {} if isinstance(form, int) else {"table": "*fp32"}
     return [
-        Kernel("few", _constants(bits, has_bias=has_bias), types, _WARPS),
-        Kernel("unpack", _constants(bits), {"out": names[dtype]}, _WARPS),
+        Kernel(few, _constants(form, has_bias=has_bias), types | table, _WARPS),
+        Kernel(unpack, _constants(form), {"out": names[dtype], **table}, _WARPS),
     ]
 
 
@@ -190,7 +202,10 @@ def launch_all(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         dtype: Of the hidden states.
     """
     layers = [module for module in modules if isinstance(module, DevicePackedLinear)]
-    kinds = {(layer.out_features, layer.in_features, layer.bias is None): layer for layer in layers}
+    kinds = {
+        (layer.out_features, layer.in_features, layer.layout.encoding, layer.bias is None): layer
+        for layer in layers
+    }
     for layer in kinds.values():
         for tokens in (1, FEW_TOKENS + 1):
             layer(torch.zeros(tokens, layer.in_features, dtype=dtype, device=layer.data.device))

@@ -146,6 +146,30 @@ py::dict kept_encodings_py() {
   return encodings;
 }
 
+const char* table_name(CodeTable table) {
+  return table == CodeTable::kNone ? "none" : table == CodeTable::kIq4 ? "iq4" : "e2m1";
+}
+
+const char* words_name(ScaleWords words) {
+  constexpr const char* kNames[] = {"halves",  "mins",    "exponents", "signed2",
+                                    "signed4", "factors", "nibbles"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kNibbles) + 1, "a name each");
+  return kNames[static_cast<int>(words)];
+}
+
+py::dict kept_form_py(const std::string& encoding) {
+  const KeptForm form = kept_form(kept_encoding_of(encoding));
+  py::dict found;
+  found["code_bits"] = form.code_bits;
+  found["table"] = table_name(form.table);
+  found["subs"] = form.subs;
+  found["words"] = words_name(form.words);
+  found["zero"] = form.zero;
+  found["super_halves"] = form.super_halves;
+  found["super_groups"] = form.super_groups;
+  return found;
+}
+
 }  // namespace
 
 void bind_kept(py::module_& m) {
@@ -155,6 +179,7 @@ void bind_kept(py::module_& m) {
   m.def("decode_file_rows", &decode_file_rows_py, py::arg("encoding"), py::arg("rows"), py::arg("out"));
   m.def("check_file_rows", &check_file_rows_py, py::arg("encoding"), py::arg("rows"));
   m.def("kept_encodings", &kept_encodings_py);
+  m.def("kept_form", &kept_form_py, py::arg("encoding"));
   m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());
 }

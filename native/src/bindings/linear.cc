@@ -98,6 +98,7 @@ void bind_linear(py::module_& m) {
                                return encoding_name(layout.encoding);
                              })
       .def_readonly("sz", &LinearLayout::sz)
+      .def_readonly("super", &LinearLayout::super)
       .def_readonly("nbytes", &LinearLayout::nbytes)
       .def("__repr__", [](const LinearLayout& layout) {
         return "LinearLayout(rows=" + std::to_string(layout.rows) + ", cols=" + std::to_string(layout.cols) +

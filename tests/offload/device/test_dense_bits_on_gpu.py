@@ -227,9 +227,9 @@ def test_kernels_of_packed_layers_are_built_before_the_first_answer(
         assert sorted(tokens) == [1] * len(kinds) + [9] * len(kinds)
 
 
-@pytest.mark.parametrize("dense_bits", [16, 8])
+@pytest.mark.parametrize("dense_bits", ["auto", 16, 8])
 def test_weights_in_the_encoding_of_a_file_match_the_cpu(
-    dense_bits: int, gpu: Any, tmp_path: Path, moechat_home: Path
+    dense_bits: int | str, gpu: Any, tmp_path: Path, moechat_home: Path
 ) -> None:
     family = FAMILIES["glm4moe"]
     config = family.config()
@@ -238,11 +238,13 @@ def test_weights_in_the_encoding_of_a_file_match_the_cpu(
     arguments: dict[str, Any] = {"bits": 4, "dense_bits": dense_bits}
     with moechat.load(file, dtype="float32", activation_bits=32, ctx=64, **arguments) as engine:
         wanted = engine.logits(FEW)
-        assert ("lm_head" in engine.loaded.form.encodings) == (dense_bits == 16)
+        assert ("lm_head" in engine.loaded.form.encodings) == (dense_bits != 8)
     with load(file, gpu, **arguments) as engine:
         form = engine.loaded.form
-        assert not form.encodings
-        # Not loaded as tensors, because only the packer reads them.
-        assert ("lm_head" in form.encoded) == (dense_bits == 8)
-        # The GPU has what is not packed, with 8 bits the embedding, rounded to float16.
+        assert ("lm_head" in form.encodings) == (dense_bits != 8)
+        kept = [module for module in engine.loaded.model.modules() if isinstance(module, DevicePackedLinear)]
+        assert {module.layout.encoding for module in kept} == ({"q8_0"} if dense_bits != 8 else {None})
+        # The embedding is no linear layer.
+        assert "model.embed_tokens" not in form.encodings
+        # The GPU has the embedding rounded to float16.
         assert error_of(engine.logits(FEW), wanted) < 2e-3

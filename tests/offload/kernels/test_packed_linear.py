@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kept_support import ENCODINGS, file_rows
 from kernel_support import DEVICE
 
 from moechat import _native
@@ -144,3 +145,67 @@ def test_the_strip_memory_is_bounded_and_fits_every_matrix() -> None:
     assert taken((100, 64)) == 112 * 64 * 2
     assert taken((16, 1 << 20)) == 16 * (1 << 20) * 4
     assert taken((4096, 4096), bits=16) == 0
+
+
+def kept_layer(
+    rows: int, cols: int, encoding: str, *, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[DevicePackedLinear, np.ndarray, np.ndarray | None]:
+    """As :func:`layer`, with random rows of a GGUF file."""
+    rng = np.random.default_rng(3)
+    layout = _native.LinearLayout(rows, cols, encoding)
+    data = np.empty(layout.nbytes, np.uint8)
+    _native.pack_kept_linear(layout, file_rows(rng, encoding, rows, cols), data)
+    added = torch.from_numpy(rng.standard_normal(rows).astype(np.float32)).to(dtype) if bias else None
+    made = DevicePackedLinear(
+        layout,
+        torch.from_numpy(data).to(DEVICE),
+        None if added is None else added.to(DEVICE),
+        Strips(1 << 20, DEVICE),
+        dtype,
+    )
+    return made, data, None if added is None else added.float().numpy()
+
+
+def columns_of(encoding: str, wanted: int) -> int:
+    """``wanted`` rounded up to whole blocks of the encoding."""
+    block = _native.kept_encodings()[encoding][1]
+    return -(-wanted // block) * block
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_kept_weights_are_unpacked_to_the_values_of_the_file(encoding: str) -> None:
+    made, data, _ = kept_layer(70, columns_of(encoding, 290), encoding)
+    expected = torch.from_numpy(_native.unpack_linear(made.layout, data))
+    largest = expected.abs().max()
+    # A fused product and sum on a GPU may round its last bit in another way.
+    assert torch.allclose(made.weight.cpu(), expected, rtol=1e-6, atol=1e-6 * float(largest))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_outputs_of_kept_weights_match_the_cpu(encoding: str, tokens: int) -> None:
+    # Columns that are not whole groups where blocks are smaller, and rows that are not whole tiles.
+    cols = columns_of(encoding, 1000)
+    made, data, added = kept_layer(40, cols, encoding, bias=True)
+    x = inputs(tokens, cols)
+    assert error(made(x), by_cpu(made, data, added, x)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("encoding", ["q4_0", "q5_1", "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4"])
+def test_kept_weights_take_sixteen_bit_inputs(encoding: str, tokens: int, dtype: torch.dtype) -> None:
+    made, data, added = kept_layer(48, 512, encoding, bias=True, dtype=dtype)
+    x = inputs(tokens, 512, dtype)
+    out = made(x)
+    assert out.dtype == dtype
+    assert error(out, by_cpu(made, data, added, x)) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("encoding", ["q5_0", "q2_k", "q6_k"])
+def test_kept_weights_give_a_token_the_same_bits_alone_and_among_a_few(encoding: str) -> None:
+    made, _, _ = kept_layer(40, 512, encoding)
+    x = inputs(8, 512)
+    together = made(x)
+    for token in range(8):
+        assert torch.equal(made(x[token : token + 1])[0], together[token])

@@ -55,6 +55,16 @@ def test_packed_dense_layers_compile(dtype, capabilities):
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+def test_dense_layers_in_kept_encodings_compile():
+    # Codes of one and of two planes, with a table of either kind, and every kind of scale words but one.
+    names = "q8_0,q5_1,q3_k,q4_k,q6_k,iq4_xs,mxfp4"
+    results = compiled("86", names, "", "bfloat16")
+    assert len(results) == 7 * 2 * 2
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+    # E2M1 codes are subnormal numbers, which must not be flushed to 0.
+    assert all(one["flushing"] == one["spilled"] == 0 for one in results.values())
+
+
 def test_lookups_of_pages_compile():
     results = compiled("75,90,120", "lookup", "1,8", "float32")
     assert len(results) == 3 * 2 * 2

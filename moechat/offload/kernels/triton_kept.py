@@ -1,0 +1,281 @@
+"""Triton kernels over dense matrices in kept encodings: the values of a GGUF file, not quantised again.
+
+The byte map is in ``native/src/kernels/layout/kept_encodings.h``. A group of 64 columns is cut into 2 or 4
+sub-blocks, and a weight is ``step * code - min`` with a step and a min of its sub-block. Column ``4d + k`` of
+a group is byte ``k`` of code dword ``d``, and dwords are cut into planes of 8, 4, 2 or 1 bits.
+
+A *piece* is the part of a plane's word, or the words, whose columns lie in one sub-block. Products are added
+by piece, so that steps and mins are applied once for each.
+
+Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`; ``FIRST`` to ``SHARED`` come from
+:func:`moechat.offload.kernels.kept_form.kept_constants`.
+"""
+
+# Triton reads annotations as types of its own, and its functions are not functions to a type checker.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, index"
+
+import triton
+import triton.language as tl
+
+NO_TABLE = 0
+IQ4 = 1
+E2M1 = 2
+
+HALVES = 0
+MINS = 1
+EXPONENTS = 2
+SIGNED2 = 3
+SIGNED4 = 4
+FACTORS = 5
+NIBBLES = 6
+
+
+@triton.jit
+def _fp16(bits):
+    """float32 of the fp16 patterns in the low halves of int32."""
+    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _signed(words, place):
+    """float32 of the signed byte at bit ``place`` of int32."""
+    return ((words << (24 - place)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _values(codes, table, TABLE: tl.constexpr, ZERO: tl.constexpr):
+    """float32 values of codes int32, less the zero of the encoding; those of E2M1 twice as large."""
+    if TABLE == 1:
+        values = tl.load(table + codes)
+    elif TABLE == 2:
+        # The three low bits of E2M1 are exponent and mantissa: in the place of those of a float32, they are
+        # its value times 2^-126, the subnormal 0.5 included.
+        patterns = ((codes & 7) << 22) | ((codes & 8) << 28)
+        values = patterns.to(tl.float32, bitcast=True) * (2.0**127)
+    else:
+        # In the mantissa of 2^23 a code becomes a float by an OR and a subtraction, both exact.
+        values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    return values
+
+
+@triton.jit
+def _piece_codes(packed, piece, column, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes of a plane of ``WIDTH`` bits: column ``column`` of piece ``piece``, in the word that has it."""
+    inside = (piece * (64 // PIECES) + column) % (32 // WIDTH)
+    return (packed >> (8 * (inside % 4) + WIDTH * (inside // 4))) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _steps(words, supers, sub, there, SCALES: tl.constexpr):
+    """Steps and mins, float32, of sub-blocks ``sub``.
+
+    Args:
+        words: int32 scale words.
+        supers: Points to the row's fp16 values of a block.
+    """
+    if SCALES == 0 or SCALES == 1:
+        step = _fp16(words >> (16 * sub))
+    elif SCALES == 2:
+        step = (((words >> (8 * sub)) & 255) << 23).to(tl.float32, bitcast=True)
+    elif SCALES == 3:
+        step = _fp16(words >> 16) * _signed(words, 8 * sub)
+    elif SCALES == 4:
+        step = tl.load(supers, mask=there, other=0.0).to(tl.float32) * _signed(words, 8 * sub)
+    elif SCALES == 5:
+        step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
+        step *= ((words >> (8 * sub)) & 255).to(tl.float32)
+    else:
+        step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
+        step *= ((words >> (8 * sub)) & 15).to(tl.float32)
+    if SCALES == 1:
+        minimum = -tl.load(supers + sub, mask=there, other=0.0).to(tl.float32)
+    elif SCALES == 5:
+        minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
+        minimum *= ((words >> (16 + 8 * sub)) & 255).to(tl.float32)
+    elif SCALES == 6:
+        minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
+        minimum *= ((words >> (4 + 8 * sub)) & 15).to(tl.float32)
+    else:
+        minimum = tl.zeros_like(step)
+    return step, minimum
+
+
+@triton.jit
+def _super_of(data, super_at, tile, group, groups, lane, SCALES: tl.constexpr, SHARED: tl.constexpr):
+    """Points to the fp16 values of rows ``lane`` for a group."""
+    HALVES_OF_A_ROW: tl.constexpr = 1 if SCALES == 4 else 2
+    blocks = (groups + SHARED - 1) // SHARED
+    at = ((tile * blocks + group // SHARED) * 16 + lane) * HALVES_OF_A_ROW
+    return (data + super_at).to(tl.pointer_type(tl.float16)) + at
+
+
+@triton.jit
+def _plane(
+    total,
+    data,
+    table,
+    x,
+    words,
+    sz,
+    tile,
+    lane,
+    group,
+    there,
+    cols,
+    groups,
+    super_at,
+    PLACE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    GROUP_WORDS: tl.constexpr,
+    TABLE: tl.constexpr,
+    SUBS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """``total`` ``[16, ROWS]`` plus the products with one plane, whose codes count ``2^SHIFT``.
+
+    ``PLACE``: its first word in a group. Axes are (column of a piece, group, piece, row).
+    """
+    STEPS: tl.constexpr = 2 * WIDTH
+    PIECES: tl.constexpr = STEPS if STEPS > SUBS else SUBS
+    COLUMNS: tl.constexpr = 64 // PIECES
+    piece = tl.arange(0, PIECES)
+    column = tl.arange(0, COLUMNS)
+    word = PLACE + piece * STEPS // PIECES * 16
+    at = group[:, None] * GROUP_WORDS + word[None, :]
+    packed = tl.load(words[None, None, :] + at[:, :, None], mask=there[:, None, :], other=0)
+    codes = _piece_codes(
+        packed[None, :, :, :], piece[None, None, :, None], column[:, None, None, None], PIECES, WIDTH
+    )
+    place_of_x = group[None, :, None] * 64 + piece[None, None, :] * COLUMNS + column[:, None, None]
+    inputs = tl.load(x + place_of_x, mask=place_of_x < cols, other=0.0).to(tl.float32)
+    products = tl.sum(inputs[:, :, :, None] * _values(codes, table, TABLE, ZERO), axis=0)
+    scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
+    sub = (piece * SUBS // PIECES)[None, :, None]
+    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, lane[None, :], SCALES, SHARED)
+    step, minimum = _steps(scales[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
+    terms = products * (step * (1 << SHIFT))
+    if SHIFT == 0 and (SCALES == 1 or SCALES == 5 or SCALES == 6):
+        terms -= tl.sum(inputs, axis=0)[:, :, None] * minimum
+    return total + tl.sum(tl.sum(terms, axis=0), axis=0)
+
+
+@triton.jit(do_not_specialize=["tiles", "groups"])
+def few_kept(
+    data,
+    table,
+    x,
+    bias,
+    out,
+    rows,
+    cols,
+    tiles,
+    groups,
+    sz,
+    super_at,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TABLE: tl.constexpr,
+    SUBS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """``ROWS`` outputs of one token, products and sums in float32. Program (token, part of the rows).
+
+    ``super_at`` is the offset of the super field.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile = (row // 16).to(tl.int64)
+    lane = row % 16
+    GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
+    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+    present = tile < tiles
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for first in range(0, groups, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        there = (group < groups)[:, None] & present[None, :]
+        total = _plane(
+            total, data, table, x + token * cols, words, scales, tile, lane, group, there, cols, groups,
+            super_at, 0, FIRST, 0, GROUP_WORDS, TABLE, SUBS, SCALES, ZERO, SHARED,
+        )  # fmt: skip
+        if SECOND:
+            total = _plane(
+                total, data, table, x + token * cols, words, scales, tile, lane, group, there, cols, groups,
+                super_at, 32 * FIRST, SECOND, FIRST, GROUP_WORDS, TABLE, SUBS, SCALES, 0, SHARED,
+            )  # fmt: skip
+    inside = row < rows
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * rows + row, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _plane_codes(words, group, there, PLACE: tl.constexpr, WIDTH: tl.constexpr, GROUP_WORDS: tl.constexpr):
+    """Codes int32 ``[GROUPS, steps, columns of a word, ROWS]`` of a plane."""
+    STEPS: tl.constexpr = 2 * WIDTH
+    step = tl.arange(0, STEPS)
+    at = group[:, None] * GROUP_WORDS + PLACE + step[None, :] * 16
+    packed = tl.load(words[None, None, :] + at[:, :, None], mask=there[:, None, :], other=0)
+    column = tl.arange(0, 32 // WIDTH)[None, None, :, None]
+    return _piece_codes(packed[:, :, None, :], step[None, :, None, None], column, STEPS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["first_tile", "groups"])
+def unpack_kept(
+    data,
+    table,
+    out,
+    first_tile,
+    rows,
+    cols,
+    groups,
+    sz,
+    super_at,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TABLE: tl.constexpr,
+    SUBS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The values of ``ROWS`` rows and ``GROUPS`` groups of columns, from tile ``first_tile`` on.
+
+    Program (part of the rows, part of the groups).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = (first_tile + row // 16).to(tl.int64)
+    lane = row % 16
+    GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+    first = tl.program_id(1) * GROUPS
+    group = first + tl.arange(0, GROUPS)
+    there = (group < groups)[:, None] & (row < rows)[None, :]
+    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
+    SUB_COLUMNS: tl.constexpr = 64 // SUBS
+    codes = tl.reshape(
+        _plane_codes(words, group, there, 0, FIRST, GROUP_WORDS), [GROUPS, SUBS, SUB_COLUMNS, ROWS]
+    )
+    if SECOND:
+        high = _plane_codes(words, group, there, 32 * FIRST, SECOND, GROUP_WORDS)
+        codes |= tl.reshape(high, [GROUPS, SUBS, SUB_COLUMNS, ROWS]) << FIRST
+    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+    both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
+    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, lane[None, :], SCALES, SHARED)
+    sub = tl.arange(0, SUBS)[None, :, None]
+    step, minimum = _steps(both[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
+    values = _values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
+    values = tl.reshape(values, [GROUPS * 64, ROWS])
+    column = first * 64 + tl.arange(0, GROUPS * 64)
+    inside = (column < cols)[:, None] & (row < rows)[None, :]
+    places = row.to(tl.int64)[None, :] * cols + column[:, None]
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
