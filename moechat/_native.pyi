@@ -234,14 +234,15 @@ def kept_encodings() -> dict[str, tuple[int, int, int]]:
     See ``native/src/kernels/layout/kept_encodings.h``.
     """
 
-def kept_form(encoding: str) -> dict[str, int | str]:
+def kept_form(encoding: str) -> dict[str, int | str | list[int]]:
     """What the kernels have to know about a kept encoding, as ``KeptForm`` has it in
     ``native/src/kernels/layout/kept_encodings.h``.
 
     Returns:
-        ``code_bits``; ``table``: ``none``, ``iq4`` or ``e2m1``; ``subs``: sub-blocks of a group; ``words``:
-        kind of the scale words, by the names of the table there; ``zero``; ``super_halves``: fp16 values of a
-        row in the super field; ``super_groups``: groups that share them, in gate, up and dense matrices.
+        ``code_bits``; ``table``: ``none``, ``iq4`` or ``e2m1``; ``values``: those of its 16 codes less the
+        zero, empty without a table; ``subs``: sub-blocks of a group; ``words``: kind of the scale words, by
+        the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in the super field;
+        ``super_groups``: groups that share them, in gate, up and dense matrices.
 
     Raises:
         ValueError: The encoding is unknown.

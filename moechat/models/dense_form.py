@@ -263,6 +263,7 @@ def choose_form(
             if parameter is not None:
                 users.setdefault(id(parameter), []).append((name, module, leaf))
                 tensors[id(parameter)] = parameter
+    keeps = bits in (16, AUTO_BITS)  # encoded weights are not quantised again
     linears: dict[str, tuple[int, int]] = {}
     found_encodings: dict[str, str] = {}
     encoded: dict[str, str] = {}
@@ -281,9 +282,8 @@ def choose_form(
         if len(types) != 1:
             continue
         (kind,) = types
-        keeps = bits in (16, AUTO_BITS)
-        only_linear = weight is not None and keeps and all(type(module) is nn.Linear for _, module, _ in of)
-        whole = (stored_rows or only_linear) and fit and kind in HALVES
+        kept_linear = weight is not None and keeps and all(type(module) is nn.Linear for _, module, _ in of)
+        whole = (stored_rows or kept_linear) and fit and kind in HALVES
         if whole and encodings is not None and weight is not None:
             rows, cols = parameter.shape
             sizes[key] = {}

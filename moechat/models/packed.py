@@ -57,7 +57,7 @@ class PackedMemory(Protocol):
         ...
 
     def space(self, at: int, nbytes: int) -> AbstractContextManager[Bytes]:
-        """Host memory to write into; what it holds is at offset ``at`` when the context has ended."""
+        """Host memory for one packed layer; leaving the context stores it at offset ``at``."""
         ...
 
     def layer(

@@ -145,7 +145,8 @@ def compile_attention(names, capabilities, dtype, results):
 def main() -> None:
     """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
 
-    No numbers of items: the kernels of packed dense layers, without and with a bias. ``attention`` in place
+    No numbers of items: the kernels of packed dense layers, without and with a bias, for bits or encodings of
+    GGUF files such as q4_k. ``attention`` in place
     of numbers of items: its kernels, for the models in place of encodings. The encoding "lookup": those that
     look pages up, for so many experts of a token, of 45 blocks.
     """

@@ -86,6 +86,12 @@ class DevicePackedLinear(nn.Module):
         self._groups = -(-layout.cols // GROUP_SIZE)
         self._strips = strips
         self._dtype = dtype
+        kept = layout.encoding is not None
+        self._kernels: Any = triton_kept if kept else triton_linear
+        self._of_kept = (layout.super, value_table(data.device)) if kept else ()
+        form = layout.encoding or layout.bits
+        self._constants_of_few = _constants(form, has_bias=bias is not None)
+        self._constants_of_unpack = _constants(form)
 
     def extra_repr(self) -> str:
         kind = self.layout.encoding or f"{self.layout.bits} bits"
@@ -117,17 +123,20 @@ class DevicePackedLinear(nn.Module):
 
     def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
         layout = self.layout
-        grid = (len(x), -(-layout.rows // ROWS))
-        bias = self.data if self.bias is None else self.bias
-        sizes = (layout.rows, layout.cols, self._tiles, self._groups, layout.sz)
-        constants = _constants(_form(layout), has_bias=self.bias is not None)
-        if layout.encoding is None:
-            triton_linear.few[grid](self.data, x, bias, out, *sizes, num_warps=_WARPS, **constants)
-        else:
-            table = value_table(self.data.device)
-            triton_kept.few_kept[grid](
-                self.data, table, x, bias, out, *sizes, layout.super, num_warps=_WARPS, **constants
-            )
+        self._kernels.few[(len(x), -(-layout.rows // ROWS))](
+            self.data,
+            x,
+            self.data if self.bias is None else self.bias,
+            out,
+            layout.rows,
+            layout.cols,
+            self._tiles,
+            self._groups,
+            layout.sz,
+            *self._of_kept,
+            num_warps=_WARPS,
+            **self._constants_of_few,
+        )
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         rows, cols = self.out_features, self.in_features
@@ -145,33 +154,27 @@ class DevicePackedLinear(nn.Module):
     def _unpack(self, first: int, out: torch.Tensor) -> None:
         """Rows from ``first`` on, a multiple of 16, into ``out`` ``[rows, in_features]``."""
         layout = self.layout
-        constants = _constants(_form(layout))
-        grid = (-(-len(out) // ROWS), -(-self._groups // constants["GROUPS"]))
-        sizes = (first // _TILE, len(out), layout.cols, self._groups, layout.sz)
-        if layout.encoding is None:
-            triton_linear.unpack[grid](self.data, out, *sizes, num_warps=_WARPS, **constants)
-        else:
-            table = value_table(self.data.device)
-            triton_kept.unpack_kept[grid](
-                self.data, table, out, *sizes, layout.super, num_warps=_WARPS, **constants
-            )
-
-
-def _form(layout: _native.LinearLayout) -> int | str:
-    return layout.encoding or layout.bits
+        constants = self._constants_of_unpack
+        self._kernels.unpack[(-(-len(out) // ROWS), -(-self._groups // constants["GROUPS"]))](
+            self.data,
+            out,
+            first // _TILE,
+            len(out),
+            layout.cols,
+            self._groups,
+            layout.sz,
+            *self._of_kept,
+            num_warps=_WARPS,
+            **constants,
+        )
 
 
 def _constants(form: int | str, *, has_bias: bool | None = None) -> dict[str, Any]:
-    """Compile-time parameters for bits or a kept encoding; ``has_bias`` is one of the kernels for few tokens
-    only.
-    """
-    if isinstance(form, int):
-        constants: dict[str, Any] = {"BITS": form, "ROWS": ROWS, "GROUPS": _CODES // (128 * form)}
-    else:
-        kept = kept_constants(form)
-        # Whole words for all threads: a power of two.
-        groups = _CODES // (128 * (1 << (kept["FIRST"] + kept["SECOND"] - 1).bit_length()))
-        constants = {**kept, "ROWS": ROWS, "GROUPS": groups}
+    """Compile-time parameters for bits or a kept encoding; ``has_bias`` is one of ``few`` only."""
+    encoding: dict[str, Any] = {"BITS": form} if isinstance(form, int) else kept_constants(form)
+    bits = form if isinstance(form, int) else encoding["FIRST"] + encoding["SECOND"]
+    groups = _CODES // (128 << (bits - 1).bit_length())  # a power of two, as axes have to be
+    constants = {**encoding, "ROWS": ROWS, "GROUPS": groups}
     return constants if has_bias is None else {**constants, "HAS_BIAS": has_bias}
 
 
@@ -185,11 +188,10 @@ def launches(form: int | str, dtype: str, *, has_bias: bool) -> list[Kernel]:
     """
     names: Mapping[str, str] = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
     types = {"x": names[dtype], "bias": names[dtype] if has_bias else "*u8", "out": names[dtype]}
-    few, unpack = ("few", "unpack") if isinstance(form, int) else ("few_kept", "unpack_kept")
     table = {} if isinstance(form, int) else {"table": "*fp32"}
     return [
-        Kernel(few, _constants(form, has_bias=has_bias), types | table, _WARPS),
-        Kernel(unpack, _constants(form), {"out": names[dtype], **table}, _WARPS),
+        Kernel("few", _constants(form, has_bias=has_bias), {**types, **table}, _WARPS),
+        Kernel("unpack", _constants(form), {"out": names[dtype], **table}, _WARPS),
     ]
 
 

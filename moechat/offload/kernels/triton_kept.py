@@ -7,7 +7,8 @@ a group is byte ``k`` of code dword ``d``, and dwords are cut into planes of 8, 
 A *piece* is the part of a plane's word, or the words, whose columns lie in one sub-block. Products are added
 by piece, so that steps and mins are applied once for each.
 
-Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`; ``FIRST`` to ``SHARED`` come from
+Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`, as its namesake in
+:mod:`moechat.offload.kernels.triton_linear`; ``FIRST`` to ``SHARED`` come from
 :func:`moechat.offload.kernels.kept_form.kept_constants`.
 """
 
@@ -17,17 +18,19 @@ Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`; ``FIRS
 import triton
 import triton.language as tl
 
-NO_TABLE = 0
-IQ4 = 1
-E2M1 = 2
+from moechat.offload.kernels.triton_linear import store_rows
 
-HALVES = 0
-MINS = 1
-EXPONENTS = 2
-SIGNED2 = 3
-SIGNED4 = 4
-FACTORS = 5
-NIBBLES = 6
+NO_TABLE = tl.constexpr(0)
+IQ4 = tl.constexpr(1)
+E2M1 = tl.constexpr(2)
+
+HALVES = tl.constexpr(0)
+MINS = tl.constexpr(1)
+EXPONENTS = tl.constexpr(2)
+SIGNED2 = tl.constexpr(3)
+SIGNED4 = tl.constexpr(4)
+FACTORS = tl.constexpr(5)
+NIBBLES = tl.constexpr(6)
 
 
 @triton.jit
@@ -45,9 +48,9 @@ def _signed(words, place):
 @triton.jit
 def _values(codes, table, TABLE: tl.constexpr, ZERO: tl.constexpr):
     """float32 values of codes int32, less the zero of the encoding; those of E2M1 twice as large."""
-    if TABLE == 1:
+    if TABLE == IQ4:
         values = tl.load(table + codes)
-    elif TABLE == 2:
+    elif TABLE == E2M1:
         # The three low bits of E2M1 are exponent and mantissa: in the place of those of a float32, they are
         # its value times 2^-126, the subnormal 0.5 included.
         patterns = ((codes & 7) << 22) | ((codes & 8) << 28)
@@ -73,26 +76,26 @@ def _steps(words, supers, sub, there, SCALES: tl.constexpr):
         words: int32 scale words.
         supers: Points to the row's fp16 values of a block.
     """
-    if SCALES == 0 or SCALES == 1:
+    if SCALES == HALVES or SCALES == MINS:
         step = _fp16(words >> (16 * sub))
-    elif SCALES == 2:
+    elif SCALES == EXPONENTS:
         step = (((words >> (8 * sub)) & 255) << 23).to(tl.float32, bitcast=True)
-    elif SCALES == 3:
+    elif SCALES == SIGNED2:
         step = _fp16(words >> 16) * _signed(words, 8 * sub)
-    elif SCALES == 4:
+    elif SCALES == SIGNED4:
         step = tl.load(supers, mask=there, other=0.0).to(tl.float32) * _signed(words, 8 * sub)
-    elif SCALES == 5:
+    elif SCALES == FACTORS:
         step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
         step *= ((words >> (8 * sub)) & 255).to(tl.float32)
     else:
         step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
         step *= ((words >> (8 * sub)) & 15).to(tl.float32)
-    if SCALES == 1:
+    if SCALES == MINS:
         minimum = -tl.load(supers + sub, mask=there, other=0.0).to(tl.float32)
-    elif SCALES == 5:
+    elif SCALES == FACTORS:
         minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
         minimum *= ((words >> (16 + 8 * sub)) & 255).to(tl.float32)
-    elif SCALES == 6:
+    elif SCALES == NIBBLES:
         minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
         minimum *= ((words >> (4 + 8 * sub)) & 15).to(tl.float32)
     else:
@@ -101,11 +104,22 @@ def _steps(words, supers, sub, there, SCALES: tl.constexpr):
 
 
 @triton.jit
-def _super_of(data, super_at, tile, group, groups, lane, SCALES: tl.constexpr, SHARED: tl.constexpr):
-    """Points to the fp16 values of rows ``lane`` for a group."""
-    HALVES_OF_A_ROW: tl.constexpr = 1 if SCALES == 4 else 2
+def _rows_of(data, sz, row, groups, first_tile, GROUP_WORDS: tl.constexpr):
+    """Tiles ``[ROWS]`` of rows that are counted from the first tile on, and pointers to the words and scales
+    of their group 0.
+    """
+    tile = (first_tile + row // 16).to(tl.int64)
+    lane = row % 16
+    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
+    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+    return tile, words, scales
+
+
+@triton.jit
+def _super_of(data, super_at, tile, group, groups, row, SUPERS: tl.constexpr, SHARED: tl.constexpr):
+    """Points to the ``SUPERS`` fp16 values of rows for a group."""
     blocks = (groups + SHARED - 1) // SHARED
-    at = ((tile * blocks + group // SHARED) * 16 + lane) * HALVES_OF_A_ROW
+    at = ((tile * blocks + group // SHARED) * 16 + row % 16) * SUPERS
     return (data + super_at).to(tl.pointer_type(tl.float16)) + at
 
 
@@ -118,7 +132,7 @@ def _plane(
     words,
     sz,
     tile,
-    lane,
+    row,
     group,
     there,
     cols,
@@ -132,9 +146,10 @@ def _plane(
     SUBS: tl.constexpr,
     SCALES: tl.constexpr,
     ZERO: tl.constexpr,
+    SUPERS: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """``total`` ``[16, ROWS]`` plus the products with one plane, whose codes count ``2^SHIFT``.
+    """``total`` ``[ROWS]`` plus the products with one plane, whose codes count ``2^SHIFT``.
 
     ``PLACE``: its first word in a group. Axes are (column of a piece, group, piece, row).
     """
@@ -154,18 +169,17 @@ def _plane(
     products = tl.sum(inputs[:, :, :, None] * _values(codes, table, TABLE, ZERO), axis=0)
     scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
     sub = (piece * SUBS // PIECES)[None, :, None]
-    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, lane[None, :], SCALES, SHARED)
+    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
     step, minimum = _steps(scales[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
     terms = products * (step * (1 << SHIFT))
-    if SHIFT == 0 and (SCALES == 1 or SCALES == 5 or SCALES == 6):
+    if SHIFT == 0 and (SCALES == MINS or SCALES == FACTORS or SCALES == NIBBLES):
         terms -= tl.sum(inputs, axis=0)[:, :, None] * minimum
     return total + tl.sum(tl.sum(terms, axis=0), axis=0)
 
 
 @triton.jit(do_not_specialize=["tiles", "groups"])
-def few_kept(
+def few(
     data,
-    table,
     x,
     bias,
     out,
@@ -175,12 +189,14 @@ def few_kept(
     groups,
     sz,
     super_at,
+    table,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     TABLE: tl.constexpr,
     SUBS: tl.constexpr,
     SCALES: tl.constexpr,
     ZERO: tl.constexpr,
+    SUPERS: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -188,28 +204,25 @@ def few_kept(
 ):
     """``ROWS`` outputs of one token, products and sums in float32. Program (token, part of the rows).
 
-    ``super_at`` is the offset of the super field.
+    ``super_at`` is the offset of the super field, ``table`` has the values of IQ4 codes.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    tile = (row // 16).to(tl.int64)
-    lane = row % 16
     GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
-    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
-    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+    tile, words, scales = _rows_of(data, sz, row, groups, 0, GROUP_WORDS)
     present = tile < tiles
     total = tl.zeros([ROWS], dtype=tl.float32)
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         there = (group < groups)[:, None] & present[None, :]
         total = _plane(
-            total, data, table, x + token * cols, words, scales, tile, lane, group, there, cols, groups,
-            super_at, 0, FIRST, 0, GROUP_WORDS, TABLE, SUBS, SCALES, ZERO, SHARED,
+            total, data, table, x + token * cols, words, scales, tile, row, group, there, cols, groups,
+            super_at, 0, FIRST, 0, GROUP_WORDS, TABLE, SUBS, SCALES, ZERO, SUPERS, SHARED,
         )  # fmt: skip
         if SECOND:
             total = _plane(
-                total, data, table, x + token * cols, words, scales, tile, lane, group, there, cols, groups,
-                super_at, 32 * FIRST, SECOND, FIRST, GROUP_WORDS, TABLE, SUBS, SCALES, 0, SHARED,
+                total, data, table, x + token * cols, words, scales, tile, row, group, there, cols, groups,
+                super_at, 32 * FIRST, SECOND, FIRST, GROUP_WORDS, TABLE, SUBS, SCALES, 0, SUPERS, SHARED,
             )  # fmt: skip
     inside = row < rows
     if HAS_BIAS:
@@ -229,9 +242,8 @@ def _plane_codes(words, group, there, PLACE: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["first_tile", "groups"])
-def unpack_kept(
+def unpack(
     data,
-    table,
     out,
     first_tile,
     rows,
@@ -239,12 +251,14 @@ def unpack_kept(
     groups,
     sz,
     super_at,
+    table,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     TABLE: tl.constexpr,
     SUBS: tl.constexpr,
     SCALES: tl.constexpr,
     ZERO: tl.constexpr,
+    SUPERS: tl.constexpr,
     SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -254,13 +268,11 @@ def unpack_kept(
     Program (part of the rows, part of the groups).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = (first_tile + row // 16).to(tl.int64)
-    lane = row % 16
     GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+    tile, words, scales = _rows_of(data, sz, row, groups, first_tile, GROUP_WORDS)
     first = tl.program_id(1) * GROUPS
     group = first + tl.arange(0, GROUPS)
     there = (group < groups)[:, None] & (row < rows)[None, :]
-    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
     SUB_COLUMNS: tl.constexpr = 64 // SUBS
     codes = tl.reshape(
         _plane_codes(words, group, there, 0, FIRST, GROUP_WORDS), [GROUPS, SUBS, SUB_COLUMNS, ROWS]
@@ -268,14 +280,9 @@ def unpack_kept(
     if SECOND:
         high = _plane_codes(words, group, there, 32 * FIRST, SECOND, GROUP_WORDS)
         codes |= tl.reshape(high, [GROUPS, SUBS, SUB_COLUMNS, ROWS]) << FIRST
-    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
     both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
-    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, lane[None, :], SCALES, SHARED)
+    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
     sub = tl.arange(0, SUBS)[None, :, None]
     step, minimum = _steps(both[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
     values = _values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
-    values = tl.reshape(values, [GROUPS * 64, ROWS])
-    column = first * 64 + tl.arange(0, GROUPS * 64)
-    inside = (column < cols)[:, None] & (row < rows)[None, :]
-    places = row.to(tl.int64)[None, :] * cols + column[:, None]
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
+    store_rows(out, tl.reshape(values, [GROUPS * 64, ROWS]), row, rows, first * 64, cols)

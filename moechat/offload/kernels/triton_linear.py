@@ -92,6 +92,15 @@ def few(
     tl.store(out + token * rows + row, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def store_rows(out, values, row, rows, first_column, cols):
+    """Write ``values`` ``[columns, ROWS]`` to the rows ``row`` of ``out`` ``[rows, cols]``."""
+    column = first_column + tl.arange(0, values.shape[0])
+    inside = (column < cols)[:, None] & (row < rows)[None, :]
+    places = row.to(tl.int64)[None, :] * cols + column[:, None]
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["first_tile", "groups"])
 def unpack(
     data,
@@ -132,8 +141,4 @@ def unpack(
         factor = factor_of(both, half).to(tl.float32)
         offset = offset_of(both, half).to(tl.float32)
         values = (codes * factor[:, None, :] - offset[:, None, :]) * step_of(both)[:, None, :]
-    values = tl.reshape(values, [GROUPS * 64, ROWS])
-    column = first * 64 + tl.arange(0, GROUPS * 64)
-    inside = (column < cols)[:, None] & (row < rows)[None, :]
-    places = row.to(tl.int64)[None, :] * cols + column[:, None]
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
+    store_rows(out, tl.reshape(values, [GROUPS * 64, ROWS]), row, rows, first * 64, cols)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
@@ -159,9 +160,14 @@ const char* words_name(ScaleWords words) {
 
 py::dict kept_form_py(const std::string& encoding) {
   const KeptForm form = kept_form(kept_encoding_of(encoding));
+  std::vector<int> values;
+  for (int code = 0; form.table != CodeTable::kNone && code < 16; ++code) {
+    values.push_back(kept_value(form.table, code) - form.zero);
+  }
   py::dict found;
   found["code_bits"] = form.code_bits;
   found["table"] = table_name(form.table);
+  found["values"] = values;
   found["subs"] = form.subs;
   found["words"] = words_name(form.words);
   found["zero"] = form.zero;

@@ -39,7 +39,30 @@ def layer(
     rng = np.random.default_rng(seed)
     layout = _native.LinearLayout(rows, cols, bits)
     data = _native.pack_linear(layout, rng.standard_normal((rows, cols)).astype(np.float32))
-    added = torch.from_numpy(rng.standard_normal(rows).astype(np.float32)).to(dtype) if bias else None
+    return on_device(layout, data, rng, bias, strips, dtype)
+
+
+def kept_layer(
+    rows: int, cols: int, encoding: str, *, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[DevicePackedLinear, np.ndarray, np.ndarray | None]:
+    """As :func:`layer`, with random rows of a GGUF file."""
+    rng = np.random.default_rng(3)
+    layout = _native.LinearLayout(rows, cols, encoding)
+    data = np.empty(layout.nbytes, np.uint8)
+    _native.pack_kept_linear(layout, file_rows(rng, encoding, rows, cols), data)
+    return on_device(layout, data, rng, bias, 1 << 20, dtype)
+
+
+def on_device(
+    layout: _native.LinearLayout,
+    data: np.ndarray,
+    rng: np.random.Generator,
+    bias: bool,
+    strips: int,
+    dtype: torch.dtype,
+) -> tuple[DevicePackedLinear, np.ndarray, np.ndarray | None]:
+    """A layer of packed weights, those weights, and its random bias."""
+    added = torch.from_numpy(rng.standard_normal(layout.rows).astype(np.float32)).to(dtype) if bias else None
     made = DevicePackedLinear(
         layout,
         torch.from_numpy(data).to(DEVICE),
@@ -145,25 +168,6 @@ def test_the_strip_memory_is_bounded_and_fits_every_matrix() -> None:
     assert taken((100, 64)) == 112 * 64 * 2
     assert taken((16, 1 << 20)) == 16 * (1 << 20) * 4
     assert taken((4096, 4096), bits=16) == 0
-
-
-def kept_layer(
-    rows: int, cols: int, encoding: str, *, bias: bool = False, dtype: torch.dtype = torch.float32
-) -> tuple[DevicePackedLinear, np.ndarray, np.ndarray | None]:
-    """As :func:`layer`, with random rows of a GGUF file."""
-    rng = np.random.default_rng(3)
-    layout = _native.LinearLayout(rows, cols, encoding)
-    data = np.empty(layout.nbytes, np.uint8)
-    _native.pack_kept_linear(layout, file_rows(rng, encoding, rows, cols), data)
-    added = torch.from_numpy(rng.standard_normal(rows).astype(np.float32)).to(dtype) if bias else None
-    made = DevicePackedLinear(
-        layout,
-        torch.from_numpy(data).to(DEVICE),
-        None if added is None else added.to(DEVICE),
-        Strips(1 << 20, DEVICE),
-        dtype,
-    )
-    return made, data, None if added is None else added.float().numpy()
 
 
 def columns_of(encoding: str, wanted: int) -> int:
