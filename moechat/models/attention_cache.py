@@ -14,6 +14,7 @@ from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_states import EMPTY, STATEFUL, can_cut, copies_kept
+from moechat.models.indexed_layer import INDEXED, IndexedLayer
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
@@ -24,8 +25,12 @@ from moechat.models.state_probe import states_carry
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
 PREFILL_CHUNK = 1024
-# Layers for which appending several tokens has the same result as one pass.
-_APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+# Layers of keys and values alone, and those for which appending several tokens has the same result as one
+# pass.
+_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
+_APPENDABLE = (*_KEYS_AND_VALUES, *INDEXED)
+# Layers that grow without a copy in the form that :func:`_reserving` gives them.
+_RESERVED = (DynamicLayer, *INDEXED)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
 _TRIAL = 1009
 
@@ -46,6 +51,7 @@ class CacheShape:
         unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
         bits: Of keys and values: 16, those of the model's type, or 8: packed.
         has_states: Some layers hold states besides keys and values, or instead of them.
+        has_indexer: Some layers hold keys of an indexer.
         state_bytes: Bytes of a copy of these states and of windows of keys and values, which change in place.
         in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
     """
@@ -59,6 +65,7 @@ class CacheShape:
     unpacked: tuple[tuple[int, int | None], ...] = ()
     bits: int = PLAIN_KV_BITS
     has_states: bool = False
+    has_indexer: bool = False
     state_bytes: int = 0
     in_one_pass: str = ""
 
@@ -116,7 +123,7 @@ def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
         return ReservedLayer(capacity, packed=packed)
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity), packed=packed)
-    return layer
+    return IndexedLayer(capacity) if type(layer) in INDEXED else layer
 
 
 def cache_lengths(cache: Any) -> list[int] | None:
@@ -184,7 +191,7 @@ def cache_shape(
     unpacked: list[tuple[int, int | None]] = []
     for layer in cache.layers:
         most = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        packs = bits == PACKED_KV_BITS and type(layer) in _APPENDABLE
+        packs = bits == PACKED_KV_BITS and type(layer) in _KEYS_AND_VALUES
         grows = whole = 0
         for tensor in _tensors(layer):
             if most is None and _TRIAL not in tensor.shape:
@@ -197,7 +204,7 @@ def cache_shape(
         if grows:
             # A window is a view of the tensor created by the previous pass.
             growing.append((grows, None if most is None else most - 1 + PREFILL_CHUNK))
-            if most is not None or not (plain and type(layer) is DynamicLayer):
+            if most is not None or not (plain and type(layer) in _RESERVED):
                 copied.append(growing[-1])
             if packs:
                 unpacked.append((whole, growing[-1][1]))
@@ -217,6 +224,7 @@ def cache_shape(
         tuple(unpacked),
         bits,
         has_states=has_states,
+        has_indexer=any(kind in INDEXED for kind in found),
         state_bytes=(fixed if has_states else 0) + windows,
         in_one_pass=reason,
     )
@@ -246,13 +254,13 @@ def _require_packable(config: Any, cache: Any, found: list[type], *, plain: bool
     others = {
         type(layer).__name__
         for layer in cache.layers
-        if type(layer) not in _APPENDABLE and any(_TRIAL in tensor.shape for tensor in _tensors(layer))
+        if type(layer) not in _KEYS_AND_VALUES and any(_TRIAL in tensor.shape for tensor in _tensors(layer))
     }
     if others:
         raise _not_packed(config, f"its layers of type {', '.join(sorted(others))} hold other things besides")
     if not plain:
         raise _not_packed(config, "its layers are not those that transformers' configuration names")
-    if not any(kind in _APPENDABLE for kind in found):
+    if not any(kind in _KEYS_AND_VALUES for kind in found):
         raise _not_packed(config, "no layer of it holds keys and values of all tokens")
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.indexed_layer import INDEXED
 
 # Attributes of a layer that hold its states, each a dictionary of tensors.
 STATES = ("conv_states", "recurrent_states")
@@ -29,7 +30,9 @@ STATEFUL = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-_CUT = (DynamicLayer, ReservedLayer, LinearAttentionAndFullAttentionLayer)
+# Keys and values of all tokens, and no more than can be cut with them.
+ALL_TOKENS = (DynamicLayer, ReservedLayer, *INDEXED)
+_CUT = (*ALL_TOKENS, LinearAttentionAndFullAttentionLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 # Takes the place of a decoder layer without attention or states, and holds nothing; older versions of
 # transformers do not have it.
@@ -64,15 +67,15 @@ def states_of(layer: Any, kind: str) -> list[torch.Tensor]:
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
-    """Keys, values and states that a layer holds."""
-    held = [getattr(layer, name, None) for name in ("keys", "values")]
+    """Keys, values, keys of an indexer, and states that a layer holds."""
+    held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
     states = [state for kind in STATES for state in states_of(layer, kind)]
     return [rows for rows in held if isinstance(rows, torch.Tensor)] + states
 
 
 def can_cut(cache: Any) -> bool:
     """Whether a cache can be cut back to any token: it holds keys and values of all tokens, and no more."""
-    return type(cache) is DynamicCache and all(type(layer) in _CUT[:2] for layer in cache.layers)
+    return type(cache) is DynamicCache and all(type(layer) in ALL_TOKENS for layer in cache.layers)
 
 
 def can_copy(cache: Any) -> bool:
@@ -130,7 +133,11 @@ def restore_layer(layer: Any, copy: LayerCopy, tokens: int) -> None:
             layer.keys, layer.values = (rows.clone() for rows in copy.window)
         layer.is_initialized, layer.cumulative_length = copy.window is not None, copy.length
     elif type(layer) in _CUT and layer.get_seq_length() > tokens:
-        DynamicLayer.crop(layer, tokens - layer.get_seq_length())
+        excess = layer.get_seq_length() - tokens
+        if type(layer) in ALL_TOKENS:
+            layer.crop(-excess)
+        else:
+            DynamicLayer.crop(layer, -excess)  # not that of its states
 
 
 @dataclass

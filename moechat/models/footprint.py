@@ -53,6 +53,10 @@ class _Sizes:
     intermediate: int
     experts: int
     vocabulary: int
+    index_heads: int  # of an indexer, which scores all pairs of tokens; 0: none
+    index_dim: int
+    chosen: int  # tokens that it chooses for each
+    streams: int  # of hidden states
 
     @classmethod
     def of(cls, config: Any) -> _Sizes:
@@ -83,6 +87,10 @@ class _Sizes:
                 "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=256
             ),
             vocabulary=int(text.vocab_size),
+            index_heads=number("index_n_heads", default=0),
+            index_dim=number("index_head_dim", default=0),
+            chosen=number("index_topk", default=0),
+            streams=number("hc_mult", default=1),
         )
 
 
@@ -99,12 +107,16 @@ def score_copies(config: Any) -> float:
 def prefill_chunk(config: Any) -> int:
     """Tokens per pass of a prompt that may be computed in parts.
 
-    Less than :data:`PREFILL_CHUNK` for models with many heads whose attention materialises scores. It depends
-    only on the model, so that the rounding of a prompt's logits does not depend on a budget.
+    Less than :data:`PREFILL_CHUNK` for models with many heads whose attention, or whose indexer, materialises
+    scores. It depends only on the model, so that the rounding of a prompt's logits does not depend on a
+    budget.
     """
-    if score_copies(config) == 0:
+    sizes = _Sizes.of(config)
+    # Scores of an indexer are in float32, so its heads count twice.
+    heads = max(sizes.heads if score_copies(config) else 0, 2 * sizes.index_heads)
+    if heads == 0:
         return PREFILL_CHUNK
-    wanted = min(PREFILL_CHUNK, max(64, _MOST_SCORES // _Sizes.of(config).heads))
+    wanted = min(PREFILL_CHUNK, max(64, _MOST_SCORES // heads))
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -126,9 +138,10 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
 
     The larger of two sets. Attention: 5 tensors like the hidden states, 4 like the queries, 6 like the
     keys; for each token of the context the keys and values repeated for every head (or, if latent, expanded
-    three times), the mask, and materialised scores. Feed-forward: 3 tensors like the hidden states, 4 of the
-    widest dense part, input and output of the experts in float32, the router's output. Then one row of
-    logits, and 8 % plus 32 MiB for the rest.
+    three times), the mask, and materialised scores of attention or of an indexer. Feed-forward: 3 tensors
+    like the hidden states, 4 of the widest dense part, input and output of the experts in float32, the
+    router's output. Then hidden states in several streams, one row of logits, and 8 % plus 32 MiB for the
+    rest.
 
     Args:
         config: The model's configuration.
@@ -151,11 +164,25 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
     else:
         each = 0
     scores = score_copies(config) * sizes.heads * tokens * size
-    attention += int(context * (each * size + tokens * _MASK_BYTES + scores))
+    attention += int(context * (each * size + tokens * _MASK_BYTES + max(scores, _indexer(sizes, tokens))))
+    attention += 16 * tokens * min(sizes.chosen, context)
     feed_forward = tokens * (size * (3 * sizes.hidden + 4 * sizes.intermediate) + 8 * sizes.hidden)
     feed_forward += tokens * 24 * sizes.experts
     logits = 8 * sizes.vocabulary
-    return int(_SLACK_FACTOR * max(attention, feed_forward)) + logits + _SLACK_BYTES
+    largest = max(attention, feed_forward) + _stream_bytes(sizes, tokens, size)
+    return int(_SLACK_FACTOR * largest) + logits + _SLACK_BYTES
+
+
+def _indexer(sizes: _Sizes, tokens: int) -> int:
+    """Bytes for each token of the context: two scores of each head and their sums in float32, and keys."""
+    if not sizes.index_heads:
+        return 0
+    return 4 * tokens * (2 * sizes.index_heads + 4) + 8 * sizes.index_dim
+
+
+def _stream_bytes(sizes: _Sizes, tokens: int, size: int) -> int:
+    """Hidden states in several streams: two tensors of the model's type, three in float32."""
+    return tokens * sizes.streams * sizes.hidden * (2 * size + 12) if sizes.streams > 1 else 0
 
 
 def wave_bytes(
@@ -164,8 +191,9 @@ def wave_bytes(
     """Memory of a wave (:mod:`moechat.models.waves`) beyond that of a pass of one of its chunks.
 
     For each token: hidden states, output of attention, input and output of the experts (on a CPU also in
-    float32), the router's output, rotary angles. The masks of two chunks, which contain those of the others.
-    On a CPU, one popular expert's rows of inputs and sums. The experts' workspace on a GPU is not among it.
+    float32), the router's output, rotary angles, the tokens that an indexer has chosen in two layers. The
+    masks of two chunks, which contain those of the others. On a CPU, one popular expert's rows of inputs and
+    sums. The experts' workspace on a GPU is not among it.
 
     Args:
         config: The model's configuration.
@@ -180,7 +208,10 @@ def wave_bytes(
     """
     sizes = _Sizes.of(config)
     size = dtype.itemsize
-    token = 4 * size * sizes.hidden + 8 * sizes.experts + 16 * top_k + 8 * sizes.query
+    # Streams are mixed before and after each part of a layer.
+    kept = 4 if sizes.streams == 1 else sizes.streams + 5
+    token = kept * size * sizes.hidden + 8 * sizes.experts + 16 * top_k + 8 * sizes.query
+    token += 8 * min(sizes.chosen, context)
     rows = 0
     if not on_gpu:
         token += 8 * sizes.hidden if size < torch.float32.itemsize else 0

@@ -125,7 +125,8 @@ class ModelOutline:
     @property
     def can_replay(self) -> bool:
         """Whether CUDA graphs can replay a token: masks and frequencies depend only on its position."""
-        return self.cache.reserved and self.cache.unlimited and not self.cache.has_states
+        cache = self.cache
+        return cache.reserved and cache.unlimited and not cache.has_states and not cache.has_indexer
 
     def workspace(self, context: int) -> int:
         """Bytes of activations of the largest pass in a context of ``context`` tokens."""

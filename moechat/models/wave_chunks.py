@@ -18,15 +18,27 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_states import EMPTY
+from moechat.models.cache_layers import WindowLayer
+from moechat.models.cache_states import ALL_TOKENS, EMPTY
 
-_FULL = (DynamicLayer, ReservedLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer)
 
 
 class NotInWavesError(Exception):
     """The model does something that waves do not reproduce."""
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """Stands for a result of a layer, before it is computed.
+
+    Attributes:
+        layer: Number of the layer.
+        place: Place in what it returns; 0 are the hidden states.
+    """
+
+    layer: int
+    place: int
 
 
 @dataclass
@@ -38,7 +50,8 @@ class Chunk:
         begin: Number of its first token in the wave.
         ahead: See :func:`cache_ahead`; as long as the cache when this chunk reaches a layer.
         hidden: Input of the next layer, ``[1, tokens, hidden]``.
-        calls: Arguments of each layer besides the hidden states.
+        handed_on: What the last layer has returned besides; the next one may have it as an argument.
+        calls: Arguments of each layer besides the hidden states, with :class:`HandedOn` for such results.
         outputs: What the modules of the current layer returned in step 1, in order.
         request: Inputs of the experts of the current layer: hidden states, indices and weights.
         answer: Their result.
@@ -48,6 +61,7 @@ class Chunk:
     begin: int
     ahead: Any
     hidden: Any = None
+    handed_on: tuple[Any, ...] = ()
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     outputs: deque[tuple[nn.Module, Any]] = field(default_factory=deque)
     request: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -57,6 +71,15 @@ class Chunk:
     def tokens(self) -> int:
         """Number of its tokens."""
         return self.ids.shape[1]
+
+    def arguments(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a layer besides the hidden states, when the layer before is computed."""
+
+        def known(item: Any) -> Any:
+            return self.handed_on[item.place] if isinstance(item, HandedOn) else item
+
+        args, named = self.calls[layer]
+        return tuple(map(known, args)), {key: known(item) for key, item in named.items()}
 
     @property
     def end(self) -> int:
@@ -114,7 +137,7 @@ def _layer_ahead(layer: Any, tokens: int) -> Any:
         return kind()
     length = 0 if kind is LinearAttentionLayer else layer.get_seq_length() + tokens
     ahead: Any
-    if kind in _FULL:
+    if kind in ALL_TOKENS:
         return _LayerAhead(length)
     if kind in _WINDOWS:
         ahead = DynamicSlidingWindowLayer(layer.sliding_window)

@@ -5,7 +5,8 @@ While no wave is at work, a wrapped module does what it did before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -90,7 +91,7 @@ class WaveModules:
                 return out
             out = own(*args, **named)
             if not step.resumes:
-                outputs.append((module, _without_weights(out)))
+                outputs.append((module, _without_weights(out, step.chunk.tokens)))
             return out
 
         return forward
@@ -116,6 +117,22 @@ class WaveModules:
         return forward
 
 
+@contextmanager
+def counted_results(layers: Sequence[nn.Module]) -> Iterator[set[int]]:
+    """Collects how many results layers return in a tuple; 0: no tuple."""
+    counts: set[int] = set()
+
+    def count(_layer: nn.Module, _args: Any, out: Any) -> None:
+        counts.add(len(out) if isinstance(out, tuple) else 0)
+
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _kept_modules(layer: nn.Module, experts: nn.Module) -> list[nn.Module]:
     """The largest modules of a layer that do not contain its experts, except norms: these cost less to
     compute again than their outputs cost memory.
@@ -128,11 +145,15 @@ def _kept_modules(layer: nn.Module, experts: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _without_weights(out: Any) -> Any:
+def _without_weights(out: Any, tokens: int) -> Any:
     """An output without the weights of attention, ``[1, heads, tokens, keys]``, which layers do not read."""
     if not isinstance(out, tuple):
         return out
-    return tuple(None if isinstance(item, torch.Tensor) and item.ndim == 4 else item for item in out)
+
+    def is_weights(item: Any) -> bool:
+        return isinstance(item, torch.Tensor) and item.ndim == 4 and item.shape[1] != tokens == item.shape[2]
+
+    return tuple(None if is_weights(item) else item for item in out)
 
 
 def _is_norm(module: nn.Module) -> bool:

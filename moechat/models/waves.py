@@ -32,8 +32,15 @@ from moechat.models.decode.layer_check import layer_kind, stub_experts
 from moechat.models.decode.probe import close
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.models.threads import thread_invariant_pass
-from moechat.models.wave_chunks import Chunk, ExpertInputs, NotInWavesError, cache_ahead, share_masks
-from moechat.models.wave_modules import AtExperts, Step, WaveModules
+from moechat.models.wave_chunks import (
+    Chunk,
+    ExpertInputs,
+    HandedOn,
+    NotInWavesError,
+    cache_ahead,
+    share_masks,
+)
+from moechat.models.wave_modules import AtExperts, Step, WaveModules, counted_results
 
 # Chunks of the trial. Of several tokens, because a single one is computed by other code.
 _TRIAL_CHUNKS = 3
@@ -69,6 +76,7 @@ class Waves:
         ]
         self._modules = WaveModules(self._layers, self._experts)
         self._usable: bool | None = None
+        self._results = 0  # of a layer, if it returns a tuple; 0: it returns a tensor
 
     def reset(self) -> None:
         """Forget a wave that was interrupted."""
@@ -178,11 +186,14 @@ class Waves:
                 part.hidden = args[0]
             elif args[0] is not part.hidden:
                 raise NotInWavesError(f"something is computed before layer {number}")
+            earlier = [item for item in (*args, *named.values()) if isinstance(item, HandedOn)]
+            if any(item.layer != number - 1 for item in earlier):
+                raise NotInWavesError(f"layer {number} reads results of earlier layers than the last")
             own = tuple(cache if item is ahead else item for item in args[1:])
             part.calls.append((own, {key: cache if item is ahead else item for key, item in named.items()}))
             if number == len(self._layers) - 1:
                 raise _Captured
-            return args[0]
+            return self._returned(number, args[0])
 
         self._modules.step = Step(part, note)
         try:
@@ -195,7 +206,7 @@ class Waves:
         """Take a chunk through a layer, or up to its experts."""
         out = self._call(Step(part), number, layer)
         if self._experts[number] is None:
-            part.hidden = _tensor(out)
+            self._take(part, out)
             return
         if part.request is None:
             raise NotInWavesError(f"layer {number} did not call its experts")
@@ -208,13 +219,13 @@ class Waves:
         out = runner.forward(inputs.x, *inputs.choices(parts))
         for part in parts:
             part.answer = out[part.begin : part.end]
-            part.hidden = _tensor(self._call(Step(part, resumes=True), number, layer))
+            self._take(part, self._call(Step(part, resumes=True), number, layer))
             if part.outputs or part.answer is not None:
                 raise NotInWavesError(f"layer {number} did not do the same again")
 
     def _call(self, step: Step, number: int, layer: nn.Module) -> Any:
         part = step.chunk
-        args, named = part.calls[number]
+        args, named = part.arguments(number)
         if step.resumes or self._experts[number] is None:
             part.calls[number] = ((), {})  # frees masks after the last layer that uses them
         self._modules.step = step
@@ -226,11 +237,24 @@ class Waves:
             finally:
                 self._modules.step = None
 
+    def _returned(self, number: int, hidden: torch.Tensor) -> Any:
+        """A result of a layer that is not computed: the hidden states, and what stands for the rest."""
+        if not self._results:
+            return hidden
+        return (hidden, *(HandedOn(number, place) for place in range(1, self._results)))
+
+    def _take(self, part: Chunk, out: Any) -> None:
+        """Keep the result of a layer for the next one."""
+        results = out if self._results else (out,)
+        if not isinstance(results, tuple) or not isinstance(results[0], torch.Tensor):
+            raise NotInWavesError(f"a layer returns a {type(out).__name__}")
+        part.hidden, part.handed_on = results[0], results
+
     def _finish(self, part: Chunk, cache: Any, arguments: dict[str, Any]) -> Any:
         """The model's output for the last layer's result."""
 
         def give(number: int, args: tuple[Any, ...], _named: dict[str, Any]) -> Any:
-            return part.hidden if number == len(self._layers) - 1 else args[0]
+            return self._returned(number, part.hidden if number == len(self._layers) - 1 else args[0])
 
         self._modules.step = Step(part, give)
         with _threads(part):
@@ -263,9 +287,15 @@ class Waves:
             setattr(holder, place[2], nn.ModuleList(self._layers))
             with stub_experts(self._model):
                 theirs = []
-                for chunk in chunks:
-                    with thread_invariant_pass(_TRIAL_TOKENS):
-                        theirs.append(self._model(input_ids=chunk, past_key_values=caches[0], use_cache=True))
+                with counted_results(self._layers) as counts:
+                    for chunk in chunks:
+                        with thread_invariant_pass(_TRIAL_TOKENS):
+                            theirs.append(
+                                self._model(input_ids=chunk, past_key_values=caches[0], use_cache=True)
+                            )
+                if len(counts) != 1:
+                    raise NotInWavesError(f"its layers return {sorted(counts)} results")
+                self._results = counts.pop()
                 ours: list[Any] = []
                 self.run(chunks, caches[1], each=lambda _, output: ours.append(output))
         finally:
@@ -276,12 +306,6 @@ class Waves:
         for one, other in zip(caches[0].layers[:count], caches[1].layers[:count], strict=True):
             pairs += zip(tensors_of(one), tensors_of(other), strict=True)
         return all(same(one, other) for one, other in pairs)
-
-
-def _tensor(out: Any) -> torch.Tensor:
-    if not isinstance(out, torch.Tensor):
-        raise NotInWavesError(f"a layer returns a {type(out).__name__}")
-    return out
 
 
 def _threads(part: Chunk) -> AbstractContextManager[Any]:

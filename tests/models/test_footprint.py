@@ -75,6 +75,27 @@ STATES = {
     "shared_expert_intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
+INDEXED = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 2048,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 96,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": 512,
+    "mlp_layer_types": ["dense", "sparse"],
+}
 PAIRS = {
     "hidden_size": 512,
     "num_attention_heads": 4,
@@ -100,6 +121,8 @@ CASES = [
     ["deepseek_v2", "float32", 8, LATENT],
     ["gpt_oss", "float32", 16, SCORES],
     ["gpt_oss", "float32", 8, SCORES],
+    ["deepseek_v32", "float32", 16, INDEXED],
+    ["glm_moe_dsa", "float32", 16, {**INDEXED, "indexer_types": ["full", "shared"]}],
 ]
 
 

@@ -23,6 +23,8 @@ FAMILIES = [
     *dict.fromkeys(family for family, _ in CASES),
     *UNLISTED,
     *("qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "granitemoehybrid", "nemotron_h"),
+    # Layers whose results are read by the next layer; indexers that choose tokens; hidden states in streams.
+    *("zaya", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
 ]
 # Its states do not carry across chunks.
 ONE_PASS = {"minimax"}

@@ -48,9 +48,9 @@ _TEXT = {
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         8,
     ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "index_n_heads"), 2
-    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"), 2),
+    # With few heads many tokens have a score of exactly zero, and which of them are chosen is left to chance.
+    **dict.fromkeys(("index_n_heads",), 16),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_groups", "mamba_n_groups", "moe_layer_start_index", "eos_token_id"), 1),
