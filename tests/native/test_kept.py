@@ -101,6 +101,16 @@ def test_instruction_sets_with_fused_multiply_add_give_the_same_bits(isa, result
     assert result_of(isa, results)["digest"] == result_of(FUSED[0], results)["digest"]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_are_packed_alike_one_at_a_time_and_sixteen_at_a_time(isa, results):
+    assert result_of(isa, results)["unlike"] == []
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_all_instruction_sets_pack_the_same_bytes(isa, results):
+    assert result_of(isa, results)["packed"] == result_of(ISAS[0], results)["packed"]
+
+
 @pytest.mark.parametrize("gate", ["gpt_oss", "gelu_tanh"])
 def test_other_gates_are_computed_too(gate):
     call = kept_call(5, "mxfp4", "mxfp4", bias=True)

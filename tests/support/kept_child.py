@@ -1,7 +1,8 @@
 """Child of test_kept.py: kernels for kept weights under the MOECHAT_ISA of its environment.
 
 Prints JSON: the instruction set; for every case the relative errors against float64 at 8, 16 and 32 bits a
-activation, and whether many tokens have the bits of single ones; a digest of the integer results.
+activation, and whether many tokens have the bits of single ones; a digest of the integer results; the encodings
+in which 16 rows at a time are packed in another way than fewer; a digest of packed rows.
 """
 
 from __future__ import annotations
@@ -47,8 +48,27 @@ def linear(number: int, encoding: str, digest: hashlib._Hash) -> tuple[dict[int,
     return errors, same
 
 
+def packed_alike(number: int, encoding: str, digest: hashlib._Hash) -> bool:
+    """Whether 16 rows, which the vector kernels pack, become the same lanes as 15, packed row by row."""
+    rng = np.random.default_rng(200 + number)
+    _, block, _ = _native.kept_encodings()[encoding]
+    source = file_rows(rng, encoding, 16, 3 * block)
+    halves = _native.kept_form(encoding)["super_halves"]
+    lanes = []
+    for rows in (16, 15):
+        layout = _native.LinearLayout(rows, 3 * block, encoding)
+        data = np.full(layout.nbytes, 0xA5, np.uint8)
+        _native.pack_kept_linear(layout, source[:rows], data)
+        words = data[: layout.super].view(np.uint32).reshape(-1, 16)
+        supers = data[layout.super :].view(np.uint16).reshape(-1, 16 * max(halves, 1))
+        lanes.append((words[:, :15], supers[:, : 15 * halves]))
+        digest.update(data)
+    return all(np.array_equal(ours, theirs) for ours, theirs in zip(*lanes, strict=True))
+
+
 def main() -> None:
-    digest = hashlib.sha256()
+    digest, packing = hashlib.sha256(), hashlib.sha256()
+    unlike = [name for number, name in enumerate(ENCODINGS) if not packed_alike(number, name, packing)]
     cases = {}
     for number, encoding in enumerate(ENCODINGS):
         cases[f"linear {encoding}"] = linear(number, encoding, digest)
@@ -65,7 +85,8 @@ def main() -> None:
             alone = np.stack([call.alone(token, activation_bits=bits) for token in range(len(call.x))])
             same = same and bool(np.array_equal(out, alone))
         cases[f"{encoding} {down}"] = (errors, same)
-    print(json.dumps({"isa": _native.active_isa(), "cases": cases, "digest": digest.hexdigest()}))
+    result = {"isa": _native.active_isa(), "cases": cases, "digest": digest.hexdigest()}
+    print(json.dumps(result | {"packed": packing.hexdigest(), "unlike": unlike}))
 
 
 if __name__ == "__main__":

@@ -82,21 +82,29 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
 
 void pack_kept_linear(const LinearLayout& layout, const FileMatrix& source, unsigned char* data,
                       int threads) {
+  const KeptForm form = kept_form(layout.encoding);
+  const std::int64_t super_stride = std::int64_t{kTileRows} * 2 * form.super_halves;
   std::atomic<bool> fine{true};
   {
     ThreadPool::Session session;
-    session.parallel_for(
-        threads > 0 ? threads : kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
-          for (std::int64_t tile = begin; tile < end; ++tile) {
-            if (!fine.load(std::memory_order_relaxed)) return;
-            const std::int64_t at = tile * layout.groups;
-            if (!pack_kept_tile({layout.encoding, source, layout.rows, layout.cols, tile * kTileRows, 0,
-                                 layout.groups, data + at * layout.group_bytes,
-                                 data + layout.sz + at * kScaleBytes, data + super_at(layout, tile)})) {
-              fine.store(false, std::memory_order_relaxed);
-            }
-          }
-        });
+    session.parallel_for(threads > 0 ? threads : kMaxThreads, layout.tiles, 1,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           for (std::int64_t tile = begin; tile < end; ++tile) {
+                             if (!fine.load(std::memory_order_relaxed)) return;
+                             const std::int64_t at = tile * layout.groups;
+                             const KeptPlaces to{data + at * layout.group_bytes,
+                                                 layout.group_bytes,
+                                                 data + layout.sz + at * kScaleBytes,
+                                                 kScaleBytes,
+                                                 data + super_at(layout, tile),
+                                                 super_stride,
+                                                 form.super_groups};
+                             if (!pack_kept_tile({layout.encoding, source, layout.rows, layout.cols,
+                                                  tile * kTileRows, layout.groups, to})) {
+                               fine.store(false, std::memory_order_relaxed);
+                             }
+                           }
+                         });
   }
   if (!fine.load()) refuse_scale("matrix", layout.encoding, source, layout.rows, layout.cols);
 }

@@ -71,19 +71,16 @@ struct FileExpert {
   const ExpertBiases* biases;
 };
 
-// 16 rows of a file's matrix of `rows` rows and `cols` columns, from `row` and group `first_group` on, and
-// where its groups are written. Rows and columns outside the matrix are padding.
+// `groups` groups of 16 rows of a file's matrix of `rows` rows and `cols` columns, from `row` on, and where
+// they are written. Rows and columns outside the matrix are padding.
 struct KeptTile {
   Encoding encoding;
   FileMatrix source;
   std::int64_t rows;
   std::int64_t cols;
   std::int64_t row;
-  std::int64_t first_group;
   std::int64_t groups;
-  unsigned char* q;
-  unsigned char* sz;
-  unsigned char* super;  // not written if the encoding has none
+  KeptPlaces to;
 };
 // Returns false if a scale is not finite.
 bool pack_kept_tile(const KeptTile& tile);

@@ -12,6 +12,7 @@
 #include "kernels/experts/hqq_solver.inc.h"
 #include "kernels/experts/least_squares.inc.h"
 #include "kernels/experts/quantise_tiles.inc.h"
+#include "kernels/experts/kept_tiles.inc.h"
 #include "kernels/dense/rows16.inc.h"
 #include "kernels/decode/elements.inc.h"
 #include "kernels/decode/plain_rows.inc.h"
@@ -22,6 +23,6 @@
 // clang-format on
 
 // dispatch.cc adds the name and the integer kernels.
-constexpr KernelTable kFloatKernels = {nullptr,      prepare_tokens, neurons,       outputs,      block,
-                                       add_partials, quantise_tile,  quantise_rows, row_products, activate,
-                                       linear,       rows16,         nullptr,       nullptr,      &kDecode};
+constexpr KernelTable kFloatKernels = {
+    nullptr,        prepare_tokens, neurons,  outputs, block,  add_partials, quantise_tile, quantise_rows,
+    pack_kept_rows, row_products,   activate, linear,  rows16, nullptr,      nullptr,       &kDecode};

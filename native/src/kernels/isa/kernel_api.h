@@ -233,6 +233,25 @@ struct GroupPlaces {
   std::int64_t sz_stride;
 };
 
+// The first `groups` groups of 64 columns of 16 rows of a GGUF file, `row_stride` bytes apart.
+struct KeptRows {
+  const unsigned char* rows;
+  std::int64_t row_stride;
+  std::int64_t groups;
+};
+
+// Where the groups of a tile of kept weights are written: group g, from 0, at q + g * q_stride and sz + g *
+// sz_stride, and its super, if the encoding has one, at super + g / share * super_stride.
+struct KeptPlaces {
+  unsigned char* q;
+  std::int64_t q_stride;
+  unsigned char* sz;
+  std::int64_t sz_stride;
+  unsigned char* super;
+  std::int64_t super_stride;
+  std::int64_t share;
+};
+
 struct KernelTable {
   const char* name;
   // Writes scaled [count, Hp] and sums [count, groups, 2] of x [count, hidden].
@@ -261,6 +280,8 @@ struct KernelTable {
   // Returns false as quantise_tile.
   bool (*quantise_rows)(const MatrixSource& source, const ColumnFeedback& feedback, std::int64_t row,
                         int bits, const GroupPlaces& to, float* columns);
+  // Rearranges groups of which all 64 columns are in the file. Returns false if a scale is not finite.
+  bool (*pack_kept_rows)(Encoding encoding, const KeptRows& from, const KeptPlaces& to);
   // Sums over the columns of rows [row, row + 16) of two matrices of one shape; see RowProducts.
   void (*row_products)(const MatrixSource& a, const MatrixSource& b, std::int64_t row, RowProducts* out);
   // The gate over count values, a multiple of 16.

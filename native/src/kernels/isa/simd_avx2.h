@@ -66,6 +66,9 @@ MOECHAT_INLINE VecI andi(VecI x, VecI y) {
   return VecI{_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
 }
 MOECHAT_INLINE VecI ori(VecI x, VecI y) { return VecI{_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+MOECHAT_INLINE VecI xori(VecI x, VecI y) {
+  return VecI{_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+}
 MOECHAT_INLINE VecI addi(VecI x, VecI y) {
   return VecI{_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
@@ -175,4 +178,31 @@ MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
   __builtin_memcpy(&word, from, sizeof word);
   const __m256i all = _mm256_set1_epi32(word);
   return VecI{all, all};
+}
+
+MOECHAT_INLINE void load_dwords4_half(const unsigned char* from, std::int64_t stride, __m256i (&to)[4]) {
+  const auto rows = [from, stride](int r) {
+    const auto* low = reinterpret_cast<const __m128i*>(from + r * stride);
+    const auto* high = reinterpret_cast<const __m128i*>(from + (r + 4) * stride);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+  };
+  const __m256i ab_low = _mm256_unpacklo_epi32(rows(0), rows(1));
+  const __m256i ab_high = _mm256_unpackhi_epi32(rows(0), rows(1));
+  const __m256i cd_low = _mm256_unpacklo_epi32(rows(2), rows(3));
+  const __m256i cd_high = _mm256_unpackhi_epi32(rows(2), rows(3));
+  to[0] = _mm256_unpacklo_epi64(ab_low, cd_low);
+  to[1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+  to[2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+  to[3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+}
+MOECHAT_INLINE void load_dwords4(const unsigned char* from, std::int64_t stride, VecI* to) {
+  __m256i a[4], b[4];
+  load_dwords4_half(from, stride, a);
+  load_dwords4_half(from + 8 * stride, stride, b);
+  for (int d = 0; d < 4; ++d) to[d] = VecI{a[d], b[d]};
+}
+MOECHAT_INLINE void store_low_halves(void* to, VecI x) {
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  const __m256i halves = _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permute4x64_epi64(halves, 0xd8));
 }

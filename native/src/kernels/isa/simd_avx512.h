@@ -39,6 +39,7 @@ MOECHAT_INLINE void storei(void* to, VecI x) { _mm512_storeu_si512(to, x.a); }
 MOECHAT_INLINE VecI seti(std::uint32_t value) { return VecI{_mm512_set1_epi32(static_cast<int>(value))}; }
 MOECHAT_INLINE VecI andi(VecI x, VecI y) { return VecI{_mm512_and_si512(x.a, y.a)}; }
 MOECHAT_INLINE VecI ori(VecI x, VecI y) { return VecI{_mm512_or_si512(x.a, y.a)}; }
+MOECHAT_INLINE VecI xori(VecI x, VecI y) { return VecI{_mm512_xor_si512(x.a, y.a)}; }
 MOECHAT_INLINE VecI addi(VecI x, VecI y) { return VecI{_mm512_add_epi32(x.a, y.a)}; }
 MOECHAT_INLINE VecI subi(VecI x, VecI y) { return VecI{_mm512_sub_epi32(x.a, y.a)}; }
 MOECHAT_INLINE VecI muli(VecI x, VecI y) { return VecI{_mm512_mullo_epi32(x.a, y.a)}; }
@@ -94,4 +95,31 @@ MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
   std::int32_t word;
   __builtin_memcpy(&word, from, sizeof word);
   return VecI{_mm512_set1_epi32(word)};
+}
+
+MOECHAT_INLINE __m512i load_rows4(const unsigned char* from, std::int64_t stride) {
+  const auto row = [from, stride](int r) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + r * stride));
+  };
+  __m512i rows = _mm512_castsi128_si512(row(0));
+  rows = _mm512_inserti32x4(rows, row(4), 1);
+  rows = _mm512_inserti32x4(rows, row(8), 2);
+  return _mm512_inserti32x4(rows, row(12), 3);
+}
+MOECHAT_INLINE void load_dwords4(const unsigned char* from, std::int64_t stride, VecI* to) {
+  const __m512i a = load_rows4(from, stride);
+  const __m512i b = load_rows4(from + stride, stride);
+  const __m512i c = load_rows4(from + 2 * stride, stride);
+  const __m512i d = load_rows4(from + 3 * stride, stride);
+  const __m512i ab_low = _mm512_unpacklo_epi32(a, b);
+  const __m512i ab_high = _mm512_unpackhi_epi32(a, b);
+  const __m512i cd_low = _mm512_unpacklo_epi32(c, d);
+  const __m512i cd_high = _mm512_unpackhi_epi32(c, d);
+  to[0] = VecI{_mm512_unpacklo_epi64(ab_low, cd_low)};
+  to[1] = VecI{_mm512_unpackhi_epi64(ab_low, cd_low)};
+  to[2] = VecI{_mm512_unpacklo_epi64(ab_high, cd_high)};
+  to[3] = VecI{_mm512_unpackhi_epi64(ab_high, cd_high)};
+}
+MOECHAT_INLINE void store_low_halves(void* to, VecI x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(x.a));
 }

@@ -95,6 +95,10 @@ MOECHAT_INLINE VecI ori(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = a.v[i] | b.v[i]);
   return a;
 }
+MOECHAT_INLINE VecI xori(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] ^ b.v[i]);
+  return a;
+}
 MOECHAT_INLINE VecI addi(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = a.v[i] + b.v[i]);
   return a;
@@ -230,6 +234,24 @@ MOECHAT_INLINE void transpose_tile(const float* rows, float* columns) {
   for (int r = 0; r < 16; ++r) {
     for (int c = 0; c < 64; ++c) columns[c * 16 + r] = rows[r * 64 + c];
   }
+}
+// Four dwords of 16 rows `stride` bytes apart: to[d] has dword d of every row.
+MOECHAT_INLINE void load_dwords4(const unsigned char* from, std::int64_t stride, VecI* to) {
+  std::uint32_t dwords[4][16];
+  for (int r = 0; r < 16; ++r) {
+    std::uint32_t row[4];
+    __builtin_memcpy(row, from + r * stride, sizeof row);
+    for (int d = 0; d < 4; ++d) dwords[d][r] = row[d];
+  }
+  for (int d = 0; d < 4; ++d) to[d] = loadi(dwords[d]);
+}
+// Stores the low halves of the lanes, 32 bytes.
+MOECHAT_INLINE void store_low_halves(void* to, const VecI& a) {
+  std::uint32_t lanes[16];
+  std::uint16_t halves[16];
+  storei(lanes, a);
+  for (int i = 0; i < 16; ++i) halves[i] = static_cast<std::uint16_t>(lanes[i]);
+  __builtin_memcpy(to, halves, sizeof halves);
 }
 
 #undef MOECHAT_LANES
