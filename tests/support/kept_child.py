@@ -1,8 +1,8 @@
 """Child of test_kept.py: kernels for kept weights under the MOECHAT_ISA of its environment.
 
 Prints JSON: the instruction set; for every case the relative errors against float64 at 8, 16 and 32 bits a
-activation, and whether many tokens have the bits of single ones; a digest of the integer results; the encodings
-in which 16 rows at a time are packed in another way than fewer; a digest of packed rows.
+activation, and whether many tokens have the bits of single ones; a digest of the integer results; the
+encodings in which 16 rows at a time are packed in another way than fewer; a digest of packed rows.
 """
 
 from __future__ import annotations
