@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gguf_families_deepseek as deepseek
+import gguf_families_granite as granite
 import gguf_families_grouped as grouped
 import gguf_families_indexed as indexed
 import gguf_families_qwen as qwen
@@ -23,7 +24,8 @@ FAMILIES = {
     "hunyuan-moe": grouped.HUNYUAN,
     "ernie4_5-moe": grouped.ERNIE,
     "lfm2moe": grouped.LFM2,
-    "granitemoe": grouped.GRANITE,
+    "granitemoe": granite.GRANITE,
+    "granitehybrid": granite.GRANITE_HYBRID,
     "afmoe": grouped.AFMOE,
     "laguna": windows.LAGUNA,
     "gemma4": windows.GEMMA4,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from gguf_family import Array, Family
 from gguf_names import (
     ATTENTION,
@@ -157,50 +156,6 @@ LFM2 = Family(
         "model.embed_tokens.weight": "token_embd.weight",
         "model.embedding_norm.weight": "token_embd_norm.weight",
     },
-)
-
-
-def _granite_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
-    if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
-        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        halves = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        return {f"attn_{name[10]}.weight": halves}
-    if name == "shared_mlp.input_linear.weight":
-        gate, up = np.split(values, 2)
-        return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
-    return None
-
-
-GRANITE = Family(
-    "granitemoe",
-    "granitemoeshared",
-    {
-        "num_local_experts": 4,
-        "intermediate_size": 256,
-        "shared_intermediate_size": 512,
-        "head_dim": None,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
-    },
-    {
-        **NORMS,
-        **ATTENTION,
-        "block_sparse_moe.router": "ffn_gate_inp",
-        "shared_mlp.output_linear": "ffn_down_shexp",
-    },
-    lambda config: {
-        "expert_count": config.num_local_experts,
-        "expert_shared_feed_forward_length": config.shared_intermediate_size,
-        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
-        "embedding_scale": config.embedding_multiplier,
-        "logit_scale": config.logits_scaling,
-        "residual_scale": config.residual_multiplier,
-        "attention.scale": config.attention_multiplier,
-        "vocab_size": config.vocab_size,
-    },
-    _granite_change,
 )
 
 

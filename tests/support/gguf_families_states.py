@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from gguf_family import Array, Family
-from gguf_names import ATTENTION, LATENT, LATENT_NAMES, NORMS, heads_metadata, latent_change
+from gguf_names import ATTENTION, LATENT, LATENT_NAMES, NORMS, heads_metadata, latent_change, mamba_change
 
 
 def _kimi_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
@@ -109,22 +109,11 @@ LLAMA4 = Family(
 
 
 def _nemotron_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
-    inner = config.mamba_num_heads * config.mamba_head_dim
     if name == "mixer.experts.up_proj":
         return {"ffn_up_exps.weight": values}
-    if name == "mixer.A_log":
-        return {"ssm_a": -np.exp(values).reshape(-1, 1)}
-    if name == "mixer.D":
-        return {"ssm_d": values.reshape(-1, 1)}
-    if name == "mixer.norm.weight":
-        return {"ssm_norm.weight": values.reshape(config.n_groups, inner // config.n_groups)}
-    if name == "mixer.conv1d.weight":
-        return {"ssm_conv1d.weight": values[:, 0]}
-    if name == "mixer.dt_bias":
-        return {"ssm_dt.bias": values}
     if name == "mixer.gate.e_score_correction_bias":
         return {"exp_probs_b.bias": values}
-    return None
+    return mamba_change(name.removeprefix("mixer."), values, config.n_groups) if "mixer" in name else None
 
 
 NEMOTRON = Family(

@@ -123,3 +123,18 @@ def latent_metadata(config: Any) -> dict[str, Any]:
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
         }
     return found
+
+
+def mamba_change(name: str, values: Array, groups: int) -> Mapping[str, Array] | None:
+    """Tensors of a layer of Mamba 2 that the file has in another form, by their names in its module."""
+    if name == "A_log":
+        return {"ssm_a": -np.exp(values).reshape(-1, 1)}
+    if name == "D":
+        return {"ssm_d": values.reshape(-1, 1)}
+    if name == "norm.weight":
+        return {"ssm_norm.weight": values.reshape(groups, -1)}
+    if name == "conv1d.weight":
+        return {"ssm_conv1d.weight": values[:, 0]}
+    if name == "dt_bias":
+        return {"ssm_dt.bias": values}
+    return None

@@ -23,7 +23,7 @@ def all_as(kind: Kind) -> Choose:
         if "tid2eid" in name:
             return Kind.I32
         if len(shape) == 1 or re.search(
-            r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_a|ssm_norm|\.scale$", name
+            r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_[ad]$|ssm_norm|\.scale$", name
         ):
             return Kind.F32
         columns = shape[-1]

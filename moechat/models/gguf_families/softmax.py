@@ -1,4 +1,4 @@
-"""Hunyuan-A13B, ERNIE 4.5 and Granite: routers that score by softmax."""
+"""Hunyuan-A13B and ERNIE 4.5: routers that score by softmax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from moechat.models.gguf_families.architecture import (
     shared_experts,
     whole_rotary,
 )
-from moechat.models.gguf_families.early import interleaved_attention
 from moechat.models.gguf_metadata import Metadata
 from moechat.store.gguf_changes import Reshape
 
@@ -96,46 +95,7 @@ def _ernie_layer(config: Config) -> Places:
     }
 
 
-def _granite(metadata: Metadata) -> Config:
-    require(metadata, {**_ROUTING, "expert_shared_count": (None, 0, 1)})
-    heads = _heads(metadata)
-    shared = metadata.count("expert_shared_feed_forward_length", 0)
-    own: Config = {"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"]}
-    if shared:
-        own = {
-            "model_type": "granitemoeshared",
-            "architectures": ["GraniteMoeSharedForCausalLM"],
-            "shared_intermediate_size": shared,
-        }
-    return {
-        **own,
-        **heads,
-        "intermediate_size": metadata.size(
-            "expert_feed_forward_length", metadata.size("feed_forward_length")
-        ),
-        "num_local_experts": metadata.size("expert_count"),
-        "embedding_multiplier": float(metadata.number("embedding_scale", 1.0)),
-        "residual_multiplier": float(metadata.number("residual_scale", 1.0)),
-        "logits_scaling": float(metadata.number("logit_scale", 1.0)),
-        "attention_multiplier": float(metadata.number("attention.scale", heads["head_dim"] ** -0.5)),
-        "attention_bias": False,
-    }
-
-
-def _granite_layer(config: Config) -> Places:
-    return {
-        **NORMS,
-        **interleaved_attention(config),
-        "ffn_gate_inp.weight": "block_sparse_moe.router.weight",
-        # moechat.models.joined_weights makes shared_mlp.input_linear of the first two.
-        "ffn_gate_shexp.weight": "shared_mlp.gate_linear.weight",
-        "ffn_up_shexp.weight": "shared_mlp.up_linear.weight",
-        "ffn_down_shexp.weight": "shared_mlp.output_linear.weight",
-    }
-
-
 ARCHITECTURES = {
     "hunyuan-moe": Architecture(_hunyuan, _hunyuan_layer),
     "ernie4_5-moe": Architecture(_ernie, _ernie_layer),
-    "granitemoe": Architecture(_granite, _granite_layer),
 }
