@@ -187,12 +187,12 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
         place = architecture.model.get(part) if number is None else layer.get(part)
         if place is not None:
             prefix = "" if number is None else f"model.layers.{number}."
-            if isinstance(place, str):
-                place = Place(place)
-            _require_numbers(tensor, described, place.integers, where)
-            computed = any(change.arithmetic for change in place.changes)
-            dtype = "F32" if computed else _dense_type(described.kind)
-            found[prefix + place.name] = GgufSource(tensor, dtype, changes=place.changes)
+            for each in place if isinstance(place, tuple) else (place,):
+                each = Place(each) if isinstance(each, str) else each
+                _require_numbers(tensor, described, each.integers, where)
+                computed = any(change.arithmetic for change in each.changes)
+                dtype = "F32" if computed else _dense_type(described.kind)
+                found[prefix + each.name] = GgufSource(tensor, dtype, changes=each.changes)
         elif not _IGNORED_TENSORS.fullmatch(tensor) and part not in architecture.ignored:
             unknown.append(tensor)
     if unknown:

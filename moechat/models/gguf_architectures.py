@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moechat.models.gguf_families import (
+    bailing,
     deepseek,
     deepseek_v4,
     early,
@@ -27,6 +28,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **gpt_oss.ARCHITECTURES,
     **qwen.ARCHITECTURES,
     **glm.ARCHITECTURES,
+    **bailing.ARCHITECTURES,
     **deepseek.ARCHITECTURES,
     **sigmoid.ARCHITECTURES,
     **softmax.ARCHITECTURES,

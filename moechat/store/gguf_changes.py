@@ -107,6 +107,32 @@ class Ungroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Takes rows of a tensor in which the file joins several of the checkpoint's.
+
+    Attributes:
+        start: The first row.
+        count: Number of rows.
+        whole: Number of rows that the file's tensor has.
+    """
+
+    start: int
+    count: int
+    whole: int
+    arithmetic = False
+    by_rows = True
+
+    def shape(self, shape: Shape) -> Shape:
+        """See :class:`Change`."""
+        _require(shape[0] == self.whole, shape, f"{self.whole} rows")
+        return (self.count, *shape[1:])
+
+    def apply(self, values: NDArray[Any]) -> NDArray[Any]:
+        """See :class:`Change`."""
+        return values[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True, slots=True)
 class Reshape:
     """Gives a tensor another shape, with its elements in the same order."""
 

@@ -15,6 +15,7 @@ FAMILIES = {
     "qwen3next": qwen.QWEN3_NEXT,
     "qwen35moe": qwen.QWEN35,
     "glm4moe": deepseek.GLM4_MOE,
+    "bailingmoe2": deepseek.BAILING,
     "deepseek2 (V2)": deepseek.DEEPSEEK_V2,
     "deepseek2 (V3)": deepseek.DEEPSEEK_V3,
     "deepseek2 (GLM Flash)": deepseek.GLM_FLASH,

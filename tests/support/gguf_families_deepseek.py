@@ -7,10 +7,12 @@ from typing import Any
 from gguf_family import Family
 from gguf_names import (
     ATTENTION,
+    JOINED,
     LATE_NORMS,
     LATENT,
     LATENT_NAMES,
     MLP,
+    NORMS,
     QK_NORMS,
     ROUTER,
     SIGMOID_VALUES,
@@ -38,6 +40,26 @@ GLM4_MOE = Family(
         "rope.dimension_count": config.head_dim // 2,
     },
     correction,
+)
+BAILING = Family(
+    "bailingmoe2",
+    "glm4_moe",
+    {
+        **SIGMOID_VALUES,
+        "use_qk_norm": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    },
+    {**NORMS, **ATTENTION, **QK_NORMS, **MLP, **ROUTER, **shared("shared_experts")},
+    lambda config: {
+        **sigmoid(config),
+        "expert_shared_feed_forward_length": config.moe_intermediate_size,
+        "rope.dimension_count": config.head_dim // 2,
+        "vocab_size": config.vocab_size,
+    },
+    correction,
+    joined=JOINED,
 )
 
 

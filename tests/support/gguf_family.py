@@ -53,6 +53,7 @@ class Family:
             changes.
         outer: File's names of tensors outside the layers.
         extra: Tensors that only the file has.
+        joined: Names of a layer's tensors whose rows the file has in one, by its name.
     """
 
     architecture: str
@@ -69,6 +70,7 @@ class Family:
         }
     )
     extra: Callable[[Any], Tensors] = lambda config: {}
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def config(self, **changes: Any) -> Any:
         """The tiny configuration."""
@@ -119,6 +121,10 @@ def gguf_tensors(family: Family, model: Any) -> Tensors:
             continue
         for part, changed in _changed(family, match[2], values, model.config, family.names):
             found[f"blk.{match[1]}.{part}"] = np.ascontiguousarray(changed)
+    for layer in range(model.config.num_hidden_layers):
+        for name, parts in family.joined.items():
+            values = [found.pop(f"blk.{layer}.{part}") for part in parts]
+            found[f"blk.{layer}.{name}"] = np.concatenate(values)
     return found | family.extra(model.config)
 
 

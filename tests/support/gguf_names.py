@@ -16,6 +16,7 @@ ATTENTION = {
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
 }
+JOINED = {"attn_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight")}
 QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 MLP = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 ROUTER = {"mlp.gate": "ffn_gate_inp"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from moechat.errors import UnsupportedModelError
 from moechat.models.gguf_metadata import Metadata, quoted
-from moechat.store.gguf_changes import Change
+from moechat.store.gguf_changes import Change, Rows
 
 Config = dict[str, Any]
 
@@ -28,7 +28,8 @@ class Place:
     integers: bool = False
 
 
-Places = Mapping[str, Place | str]
+Places = Mapping[str, Place | str | tuple[Place, ...]]
+"""By the file's name; several for a tensor in which the file joins some of the checkpoint's."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,19 @@ ROUTER: Places = {"ffn_gate_inp.weight": "mlp.gate.weight"}
 DENSE_MLP: Places = {f"ffn_{part}.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
+def joined_attention(queries: int, keys: int, values: int, *, bias: bool = False) -> Places:
+    """Places of queries, keys and values in one tensor, with so many rows each."""
+    sizes = {"q": queries, "k": keys, "v": values}
+    starts = {"q": 0, "k": queries, "v": queries + keys}
+    return {
+        f"attn_qkv.{kind}": tuple(
+            Place(f"self_attn.{part}_proj.{kind}", (Rows(starts[part], size, sum(sizes.values())),))
+            for part, size in sizes.items()
+        )
+        for kind in (("weight", "bias") if bias else ("weight",))
+    }
+
+
 def shared_experts(name: str) -> Places:
     """Places of the experts that every token passes through."""
     return {f"ffn_{part}_shexp.weight": f"mlp.{name}.{part}_proj.weight" for part in ("gate", "up", "down")}
@@ -107,15 +121,20 @@ def common_config(metadata: Metadata, epsilon: str) -> Config:
     }
 
 
-def attention_heads(metadata: Metadata) -> Config:
+def attention_heads(metadata: Metadata, *, rotated: bool = True) -> Config:
     """Heads of grouped attention, all layers alike.
+
+    Args:
+        metadata: Of the file.
+        rotated: Whole heads are rotated, so that a file which does not state their size says it so.
 
     Raises:
         CheckpointError: A value is missing or malformed.
         UnsupportedModelError: Values have another size than keys.
     """
     heads = metadata.size("attention.head_count")
-    head_dim = metadata.size("attention.key_length", rotated_default(metadata, heads))
+    default = rotated_default(metadata, heads) if rotated else metadata.size("embedding_length") // heads
+    head_dim = metadata.size("attention.key_length", default)
     if metadata.size("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{metadata.where}: attention.value_length is {metadata.get('attention.value_length')}, "
