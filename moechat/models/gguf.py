@@ -46,6 +46,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.scale": (0,),
     "attention.temperature_length": (0,),
     "attention.temperature_scale": (0,),
+    "attention.value_scale": (0, 1),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_group_count": (0, 1),
@@ -185,6 +186,8 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
             found |= _expert_sources(tensor, described, number, part, experts, expert_type, where)
             continue
         place = architecture.model.get(part) if number is None else layer.get(part)
+        if place is None and number is not None:
+            place = architecture.own(config, number).get(part)
         if place is not None:
             prefix = "" if number is None else f"model.layers.{number}."
             for each in place if isinstance(place, tuple) else (place,):

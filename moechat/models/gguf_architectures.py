@@ -18,6 +18,7 @@ from moechat.models.gguf_families import (
     nemotron,
     qwen,
     sigmoid,
+    sliding,
     softmax,
     windows,
 )
@@ -34,6 +35,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **softmax.ARCHITECTURES,
     **granite.ARCHITECTURES,
     **windows.ARCHITECTURES,
+    **sliding.ARCHITECTURES,
     **kimi.ARCHITECTURES,
     **llama4.ARCHITECTURES,
     **nemotron.ARCHITECTURES,

@@ -58,6 +58,11 @@ _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# Words with a blank between them stay together.
+_EXAONE_MOE = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
 
 
@@ -115,6 +120,8 @@ SPLITS: Mapping[str, Splits] = {
     **_named(Splits(_DEEPSEEK_V3), "deepseek-v3", "hunyuan-dense", "joyai-llm"),
     **_named(Splits((_BAILING,)), "bailingmoe", "bailingmoe2", "llada-moe"),
     "seed-coder": Splits((_SEED,)),
+    "exaone-moe": Splits((_EXAONE_MOE,)),
+    **_named(Splits((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O)), "tiny_aya", "cohere2moe"),
     "laguna": Splits((r"[^\n]+|\n+", _QWEN2)),
     **_named(Splits((r"\p{N}", _GPT2)), "starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"),
     # Digits in groups of three, counted from the last one.

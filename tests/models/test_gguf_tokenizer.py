@@ -75,6 +75,8 @@ def test_every_split_keeps_the_text(pre: str) -> None:
         ("refact", ["I", "'ll", " ", "1", "2", "3", "4", "5", ",", " é", " ", " b"]),
         ("deepseek-v3", ["I", "'ll", " ", "123", "45", ",", " é", " ", " b"]),
         ("afmoe", ["I", "'ll", " ", "12", "345", ",", " é", " ", " b"]),
+        ("exaone-moe", ["I", "'ll", " ", "1", "2", "3", "4", "5", ",", " é", " ", " b"]),
+        ("cohere2moe", ["I'll", " ", "12", "345", ",", " é", " ", " b"]),
     ],
 )
 def test_texts_are_split_as_by_the_models_that_have_the_name(pre: str, expected: list[str]) -> None:

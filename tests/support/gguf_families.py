@@ -7,6 +7,7 @@ import gguf_families_granite as granite
 import gguf_families_grouped as grouped
 import gguf_families_indexed as indexed
 import gguf_families_qwen as qwen
+import gguf_families_sliding as sliding
 import gguf_families_states as states
 import gguf_families_windows as windows
 
@@ -30,6 +31,10 @@ FAMILIES = {
     "afmoe": grouped.AFMOE,
     "laguna": windows.LAGUNA,
     "gemma4": windows.GEMMA4,
+    "mimo2": sliding.MIMO2,
+    "mimo2 (V2.5)": sliding.MIMO25,
+    "exaone-moe": sliding.EXAONE,
+    "cohere2moe": sliding.COHERE2,
     "kimi-linear": states.KIMI,
     "llama4": states.LLAMA4,
     "nemotron_h_moe": states.NEMOTRON,

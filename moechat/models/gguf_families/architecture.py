@@ -43,14 +43,16 @@ class Architecture:
             Experts are found by the reader itself.
         model: Places of the tensors outside the layers.
         ignored: Names of tensors, without ``blk.N.``, that hold nothing that moechat computes with.
-        epsilon: Key of the norms' epsilon.
+        epsilon: Key of the norms' epsilon; ``None`` if ``config`` reads it.
+        own: Places of tensors that differ by layer, from the configuration and the layer's number.
     """
 
     config: Callable[[Metadata], Config]
     layer: Callable[[Config], Places]
     model: Places = field(default_factory=lambda: MODEL)
     ignored: frozenset[str] = frozenset()
-    epsilon: str = "attention.layer_norm_rms_epsilon"
+    epsilon: str | None = "attention.layer_norm_rms_epsilon"
+    own: Callable[[Config, int], Places] = lambda config, layer: {}
 
 
 MODEL: Places = {
@@ -99,7 +101,7 @@ def shared_experts(name: str) -> Places:
     return {f"ffn_{part}_shexp.weight": f"mlp.{name}.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
-def common_config(metadata: Metadata, epsilon: str) -> Config:
+def common_config(metadata: Metadata, epsilon: str | None) -> Config:
     """Values of ``config.json`` that all architectures have; ``epsilon`` as in :class:`Architecture`.
 
     Raises:
@@ -112,7 +114,7 @@ def common_config(metadata: Metadata, epsilon: str) -> Config:
         "hidden_size": metadata.size("embedding_length"),
         "num_hidden_layers": blocks,
         "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.number(epsilon),
+        **({} if epsilon is None else {"rms_norm_eps": metadata.number(epsilon)}),
         "num_experts_per_tok": metadata.size("expert_used_count"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.token("bos_token_id"),
