@@ -19,9 +19,13 @@ from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile,
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
 from moechat.store.shard_supply import Supply
+from moechat.store.side_by_side import Advance, write_side_by_side
 from moechat.store.workspace import Workspace
 
 _COPY_CHUNK = 8 << 20
+# One thread hashes a file, which limits how fast it is written; and there is more to do while one is synced.
+_FILES_AT_ONCE = 4
+_EXPERTS_AT_ONCE_BYTES = 512 << 20
 
 
 class Report:
@@ -91,6 +95,10 @@ class Conversion:
         self._done = sum(record.bytes for record in self._workspace.finished.values())
         self._workspace.require_disk(self._outline)
         missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
+        at_once = self._files_at_once(len(missing))
+        if at_once > 1:
+            write_side_by_side(missing, self._write_beside, self._advance, at_once)
+            return
         pack: PackExpert | None = None
         for planned in missing if self._supply is None else self._supply.order(missing):
             if isinstance(planned, ExpertsFile) and self._calibration is not None:
@@ -102,13 +110,29 @@ class Conversion:
                 continue  # written during the calibration
             if isinstance(planned, ExpertsFile) and pack is None and not self._outline.geometry.kept:
                 pack = _numbered(make_packer(self._outline.geometry, self.solver))
-            self._write(planned, pack)
+            self._write(planned, pack, self._advance)
+
+    def _files_at_once(self, missing: int) -> int:
+        """How many files are written side by side.
+
+        It is one where experts are quantised, because all threads work on one expert then, and where the
+        source comes in parts, which are provided for one file after the other.
+        """
+        geometry = self._outline.geometry
+        if not geometry.kept or self._supply is not None:
+            return 1
+        fitting = max(1, _EXPERTS_AT_ONCE_BYTES // geometry.expert_bytes)
+        threads = _native.num_threads()
+        return min(_FILES_AT_ONCE, 2 * threads if threads > 1 else 1, fitting, missing)
+
+    def _write_beside(self, planned: PlannedFile, advance: Advance) -> None:
+        self._write(planned, None, advance, threads=1)
 
     def _convert_layer(self, ordinal: int, make: Callable[[], PackExpert]) -> NDArray[np.uint8]:
         """See :data:`moechat.store.calibrated.ConvertLayer`."""
         planned = self._experts[ordinal]
         if planned.name not in self._workspace.finished:
-            self._write(planned, make())
+            self._write(planned, make(), self._advance)
             later = (file for file in self._experts[ordinal:] if file.name not in self._workspace.finished)
             if (following := next(later, None)) is not None:
                 self._provide(following)
@@ -123,15 +147,17 @@ class Conversion:
             self._provided = planned.name
         self._checkpoint.require_unchanged()
 
-    def _write(self, planned: PlannedFile, pack: PackExpert | None) -> None:
+    def _write(
+        self, planned: PlannedFile, pack: PackExpert | None, advance: Advance, threads: int | None = None
+    ) -> None:
         self._provide(planned)
         with self._workspace.create(planned.name) as file:
             if isinstance(planned, ExpertsFile):
-                self._write_experts(planned, file.write, pack)
+                self._write_experts(planned, file.write, pack, advance, threads)
             elif isinstance(planned, DenseFile):
-                self._write_dense(planned, file.write)
+                self._write_dense(planned, file.write, advance)
             else:
-                self._copy(planned, file.write)
+                self._copy(planned, file.write, advance)
             size, digest = file.commit()
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)
@@ -148,28 +174,33 @@ class Conversion:
                 f"{planned.name} became {size} bytes instead of {planned.nbytes}: the source has changed"
             )
 
-    def _copy(self, planned: SideFile, write: Callable[[bytes], None]) -> None:
+    def _copy(self, planned: SideFile, write: Callable[[bytes], None], advance: Advance) -> None:
         with open(planned.source, "rb") as source:
             while data := source.read(_COPY_CHUNK):
                 write(data)
-                self._advance(len(data), "files", planned.name)
+                advance(len(data), "files", planned.name)
 
-    def _write_dense(self, planned: DenseFile, write: Callable[[bytes], None]) -> None:
+    def _write_dense(self, planned: DenseFile, write: Callable[[bytes], None], advance: Advance) -> None:
         write(planned.header)
-        self._advance(len(planned.header), "dense", planned.name)
+        advance(len(planned.header), "dense", planned.name)
         for tensor in planned.tensors:
             for data in dense_chunks(self._checkpoint.tensors, tensor):
                 write(data)
-                self._advance(memoryview(data).nbytes, "dense", tensor.name)
+                advance(memoryview(data).nbytes, "dense", tensor.name)
             if tensor.encoding is not None:  # others are released while they are read
                 self._checkpoint.tensors.release([tensor.name])
 
     def _write_experts(
-        self, planned: ExpertsFile, write: Callable[[object], None], pack: PackExpert | None
+        self,
+        planned: ExpertsFile,
+        write: Callable[[object], None],
+        pack: PackExpert | None,
+        advance: Advance,
+        threads: int | None,
     ) -> None:
-        """Write the experts of a layer; without a packer, in the encodings of the source."""
+        """Write the experts of a layer; without a packer, in the encodings of the source by ``threads``."""
         write(planned.header)
-        self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
+        advance(len(planned.header), "experts", f"layer {planned.source.layer}")
         geometry = self._outline.geometry
         layout = geometry.layout_of(self._experts.index(planned))
         buffer = _page_aligned(geometry)
@@ -178,7 +209,7 @@ class Conversion:
             matrices = None if pack is None else self._matrices(expert)
             try:
                 if pack is None or matrices is None:
-                    self._rearrange(layout, expert, buffer)
+                    self._rearrange(layout, expert, buffer, threads)
                 else:
                     pack(number, matrices, self._biases(expert), buffer)
             except ValueError as problem:
@@ -191,7 +222,7 @@ class Conversion:
             write(buffer)
             self._checkpoint.release(expert)
             detail = f"layer {planned.source.layer}, expert {number + 1} of {count}"
-            self._advance(buffer.nbytes, "experts", detail)
+            advance(buffer.nbytes, "experts", detail)
 
     def _note_loss(self, expert: ExpertRef, matrices: Matrices, record: NDArray[np.uint8]) -> None:
         """Report once how much a second quantisation changes the weights."""
@@ -211,12 +242,14 @@ class Conversion:
             )
         self._report.notice(text)
 
-    def _rearrange(self, layout: _native.BlockLayout, expert: ExpertRef, out: NDArray[np.uint8]) -> None:
+    def _rearrange(
+        self, layout: _native.BlockLayout, expert: ExpertRef, out: NDArray[np.uint8], threads: int | None
+    ) -> None:
         """Write an expert with its values as they are in the source."""
         source = self._checkpoint
         gate, down = source.encoded_rows(expert.gate), source.encoded_rows(expert.down)
         up = None if expert.up is None else source.encoded_rows(expert.up)
-        _native.pack_kept(layout, gate, up, down, self._biases(expert), out)
+        _native.pack_kept(layout, gate, up, down, self._biases(expert), out, threads)
 
     def _matrices(self, expert: ExpertRef) -> Matrices:
         source = self._checkpoint

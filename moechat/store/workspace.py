@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from moechat.atomic_file import sync_directory
@@ -68,6 +69,7 @@ class Workspace:
         self._store = self._root / "store"
         self._key = key
         self.finished: dict[str, FileRecord] = {}
+        self._recording = Lock()
         shutil.rmtree(removal_path(destination), ignore_errors=True)
         recorded = read_journal(destination, key)
         if recorded is None:
@@ -138,9 +140,10 @@ class Workspace:
         return self._store / name
 
     def record(self, name: str, size: int, sha256: str) -> None:
-        """Record a committed file as finished."""
-        self.finished[name] = FileRecord(size, sha256)
-        self._write_journal()
+        """Record a committed file as finished. Threads may write and record different files."""
+        with self._recording:
+            self.finished[name] = FileRecord(size, sha256)
+            self._write_journal()
 
     def publish(self, manifest_name: str, manifest: bytes) -> None:
         """Write the manifest, move the store to its destination, remove the work directory.

@@ -1,4 +1,4 @@
-"""Converts a checkpoint in its own process and kills itself at a chosen change of the file system.
+"""Converts a checkpoint or GGUF file in its own process; kills itself at a chosen change of the file system.
 
 usage: convert_child.py SOURCE DESTINATION BITS [--kill-at N] [--count] [--limit BYTES] [--slow SECONDS]
     [--memory]
@@ -20,6 +20,7 @@ from store_support import mixtral_plan
 from moechat.errors import MoechatError
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
+from moechat.store.expert_refs import CheckpointPlan
 
 CHANGES = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 
@@ -66,8 +67,18 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
-    checkpoint = Checkpoint.open(options.source)
-    plan = mixtral_plan(checkpoint)
+    if options.source.suffix == ".gguf":
+        from moechat.models.checkpoint_mapping import plan_checkpoint
+        from moechat.models.gguf_source import opened_gguf
+
+        with opened_gguf(options.source) as checkpoint:
+            work(checkpoint, plan_checkpoint(checkpoint), options)
+    else:
+        checkpoint = Checkpoint.open(options.source)
+        work(checkpoint, mixtral_plan(checkpoint), options)
+
+
+def work(checkpoint: Checkpoint, plan: CheckpointPlan, options: argparse.Namespace) -> None:
     stages: dict[str, int] = {}
     start = {"beyond": memory_bytes("RssAnon", "RssShmem"), "peak": memory_bytes("VmHWM")}
     most = dict(start)

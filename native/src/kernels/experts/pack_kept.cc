@@ -105,15 +105,17 @@ void pack_kept(const BlockLayout& layout, const FileExpert& source, unsigned cha
                             tile % kTilesPerBlock));
     if (!fine) refused.store(static_cast<int>(m), std::memory_order_relaxed);
   };
-  {
+  const auto pack_units = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      if (refused.load(std::memory_order_relaxed) >= 0) return;
+      pack_unit(unit);
+    }
+  };
+  if (threads == 1) {  // others may use the pool meanwhile
+    pack_units(0, bounds[2]);
+  } else {
     ThreadPool::Session session;
-    session.parallel_for(threads > 0 ? threads : kMaxThreads, bounds[2], kGrain,
-                         [&](std::int64_t begin, std::int64_t end) {
-                           for (std::int64_t unit = begin; unit < end; ++unit) {
-                             if (refused.load(std::memory_order_relaxed) >= 0) return;
-                             pack_unit(unit);
-                           }
-                         });
+    session.parallel_for(threads > 0 ? threads : kMaxThreads, bounds[2], kGrain, pack_units);
   }
   if (refused.load() >= 0) {
     const auto m = static_cast<std::size_t>(refused.load());
