@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from gguf_family import gguf_tensors, random_model
 from gguf_writing import all_as, write_family
 
 import moechat
+from moechat.models.gguf_source import opened_gguf
 
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33, 200, 100, 3, 90]
 
@@ -28,6 +30,17 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, moechat_hom
     with moechat.load(tmp_path / "m.gguf", bits=16, dense_bits=16, dtype="float32") as engine:
         ours = np.asarray(engine.logits(TOKENS))
     assert np.abs(ours - expected).max() <= 5e-5 * np.abs(expected).max()
+
+
+def test_mistral_large_3_is_not_taken_for_deepseek_v2(tmp_path: Path) -> None:
+    """llama.cpp has both in one architecture; queries that grow with positions tell them apart."""
+    family = replace(FAMILIES["mistral4"], architecture="deepseek2")
+    config = family.config()
+    tensors = gguf_tensors(family, random_model(config))
+    write_family(family, config, tensors, tmp_path / "m.gguf", all_as(Kind.F16))
+    with opened_gguf(tmp_path / "m.gguf") as checkpoint:
+        assert checkpoint.config["model_type"] == "mistral4"
+        assert checkpoint.config["rope_parameters"]["llama_4_scaling_beta"] == 0.1
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K], ids=lambda kind: kind.name)

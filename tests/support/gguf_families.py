@@ -20,6 +20,7 @@ FAMILIES = {
     "deepseek2 (V2)": deepseek.DEEPSEEK_V2,
     "deepseek2 (V3)": deepseek.DEEPSEEK_V3,
     "deepseek2 (GLM Flash)": deepseek.GLM_FLASH,
+    "mistral4": deepseek.MISTRAL4,
     "qwen2moe": grouped.QWEN2_MOE,
     "minimax-m2": grouped.MINIMAX_M2,
     "dots1": grouped.DOTS1,

@@ -128,3 +128,39 @@ GLM_FLASH = Family(
     lambda config: {**latent_metadata(config), **sigmoid(config)},
     latent_change,
 )
+
+
+def _mistral4_metadata(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        **latent_metadata(config),
+        **sigmoid(config),
+        "expert_gating_func": 1,
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "attention.temperature_length": rope["original_max_position_embeddings"],
+    }
+
+
+MISTRAL4 = Family(
+    "mistral4",
+    "mistral4",
+    {
+        **LATENT,
+        **SIGMOID_VALUES,
+        "head_dim": None,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        # Queries of tokens from the eighth on are scaled.
+        "rope_parameters": {
+            **_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    LATENT_NAMES,
+    _mistral4_metadata,
+    latent_change,
+)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import auto_class
+from transformers import AutoConfig
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -84,7 +85,7 @@ class Family:
 def random_model(config: Any, seed: int = 7) -> Any:
     """A model in float32 whose values bfloat16 can represent, and large enough that a wrong one shows."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)

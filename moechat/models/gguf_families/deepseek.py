@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and the models built like them, such as GLM-4.7-Flash and Kimi-K2."""
+"""DeepSeek-V2 and V3 and the models built like them: GLM-4.7-Flash, Kimi-K2, Mistral Large 3 and Small 4."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from moechat.models.gguf_metadata import Metadata
 
 # GLM-4.7-Flash, whose early files do not state how its router scores.
 _GLM_FLASH_BLOCKS, _GLM_FLASH_WORDS = (47, 48), 154880
+# Growth of queries with the logarithm of positions in all of Mistral's models; most files do not state it.
+_QUERY_SCALE = 0.1
 
 
 def latent_attention(metadata: Metadata) -> Config:
@@ -45,8 +47,33 @@ def latent_attention(metadata: Metadata) -> Config:
     }
 
 
+def _mistral4(metadata: Metadata) -> Config:
+    require(
+        metadata,
+        {
+            "expert_gating_func": (None, 0, SOFTMAX),
+            "expert_weights_norm": (True,),
+            "rope.scaling.type": ("yarn",),
+        },
+    )
+    rotary_parameters = rotary(metadata, log_multiplier=True)
+    length = rotary_parameters["original_max_position_embeddings"]
+    require(metadata, {"attention.temperature_length": (None, 0, length)})
+    return {
+        "model_type": "mistral4",
+        "architectures": ["Mistral4ForCausalLM"],
+        **latent_attention(metadata),
+        **sigmoid_routing(metadata),  # of the same metadata; scores are softmax
+        "rope_parameters": rotary_parameters
+        | {"llama_4_scaling_beta": float(metadata.number("attention.temperature_scale", _QUERY_SCALE))},
+        "rope_interleave": True,
+        "first_k_dense_replace": metadata.count("leading_dense_block_count", 0),
+    }
+
+
 def _config(metadata: Metadata) -> Config:
-    require(metadata, {"attention.temperature_scale": (None, 0)})
+    if metadata.get("attention.temperature_scale"):  # Mistral Large 3
+        return _mistral4(metadata)
     yarn = metadata.get("rope.scaling.type") == "yarn"
     config = {
         **latent_attention(metadata),
@@ -117,4 +144,7 @@ def latent_layer() -> Places:
     }
 
 
-ARCHITECTURES = {"deepseek2": Architecture(_config, lambda config: latent_layer())}
+ARCHITECTURES = {
+    "deepseek2": Architecture(_config, lambda config: latent_layer()),
+    "mistral4": Architecture(_mistral4, lambda config: latent_layer()),
+}
