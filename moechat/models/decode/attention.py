@@ -49,6 +49,7 @@ _IGNORED = frozenset(
 _SINKS = "s_aux"
 _PROBE_KEYS = 150
 _PLAN = "_moechat_attention"
+_CLEAR = "_moechat_clear"
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -71,8 +72,8 @@ def register() -> None:
     """Register both names with transformers; idempotent."""
     AttentionInterface.register(NAMES["sdpa"], _replacement(lambda _: sdpa_attention_forward))
     AttentionInterface.register(NAMES["eager"], _replacement(_eager))
-    AttentionMaskInterface.register(NAMES["sdpa"], _masks(sdpa_mask))
-    AttentionMaskInterface.register(NAMES["eager"], _masks(eager_mask))
+    AttentionMaskInterface.register(NAMES["sdpa"], _masks(sdpa_mask, _no_mask))
+    AttentionMaskInterface.register(NAMES["eager"], _masks(eager_mask, _clear_mask))
 
 
 def registered(name: str | None) -> str | None:
@@ -80,16 +81,41 @@ def registered(name: str | None) -> str | None:
     return NAMES.get(name or "") if name in ALL_MASK_ATTENTION_FUNCTIONS else None
 
 
-def _masks(own: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def hides_nothing(mask: torch.Tensor | None) -> bool:
+    """Whether there is no mask, or one that was made for a token that attends to all keys."""
+    return mask is None or _CLEAR in getattr(mask, "__dict__", ())
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+def _clear_mask(
+    *, batch_size: int, kv_length: int, dtype: torch.dtype = torch.float32, device: Any = "cpu", **_: Any
+) -> torch.Tensor:
+    """A mask that hides nothing, ``[batch, 1, 1, keys]``, and is known to.
+
+    Families may extend it by keys that they make themselves, as DeepSeek-V4 does, and without one they would
+    attend to all of those. What they make of it is another tensor, which :func:`hides_nothing` does not know.
+    """
+    mask = torch.zeros((batch_size, 1, 1, kv_length), dtype=dtype, device=device)
+    mask.__dict__[_CLEAR] = True
+    return mask
+
+
+def _masks(
+    own: Callable[..., torch.Tensor | None], clear: Callable[..., torch.Tensor | None]
+) -> Callable[..., torch.Tensor | None]:
+    """The family's masks, but those of ``clear`` if the only token of a pass attends to all keys."""
+
     def mask(**arguments: Any) -> torch.Tensor | None:
-        """No mask if the only token of a pass attends to all keys, else the family's."""
         if (
             arguments["q_length"] == 1
             and arguments.get("allow_is_causal_skip", True)
             and arguments.get("attention_mask") is None
             and _attends_to_all(**arguments)
         ):
-            return None
+            return clear(**arguments)
         return own(**arguments)
 
     return mask
@@ -132,13 +158,14 @@ def _replacement(own_of: Callable[[nn.Module], Attend]) -> Attend:
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         own = own_of(module)
+        mask = None if hides_nothing(attention_mask) else attention_mask
         latent = module.__dict__.get(LATENT)
         if latent is not None:
-            out = _attend_latents(latent, query, key, value, attention_mask, named)
+            out = _attend_latents(latent, query, key, value, mask, named)
             if out is not None:
                 return out, None
             key, value = latent.expand(key, value)
-        out = _attend(module, query, key, value, attention_mask, named, own)
+        out = _attend(module, query, key, value, mask, named, own)
         return (out, None) if out is not None else own(module, query, key, value, attention_mask, **named)
 
     return attention

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
+from moechat.models.decode.attention import hides_nothing
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.experts_interface import is_experts_module
@@ -275,7 +276,7 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
         angles: Any = named.get("position_embeddings")
         out = None
         if (
-            named.get("attention_mask") is None
+            hides_nothing(named.get("attention_mask"))
             and type(cache) is DynamicCache
             and index < len(cache.layers)
             and not rest
@@ -328,7 +329,14 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
 
 # Arguments of a layer that the step uses, or that have no effect for one token that attends to all keys.
 _IGNORED = frozenset(
-    {"past_key_values", "position_embeddings", "position_ids", "use_cache", "cache_position"}
+    {
+        "attention_mask",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+    }
 )
 
 
