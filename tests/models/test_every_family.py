@@ -46,6 +46,23 @@ def test_a_type_gives_the_logits_and_tokens_of_transformers(
     assert answer == longer[0, len(TOKENS) :].tolist()
 
 
+# After a long prompt their layers attend to a choice of keys, or to keys that stand for several tokens.
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32", "hy_v4"])
+def test_tokens_after_a_long_prompt_are_those_of_transformers(
+    name: str, tmp_path: Path, moechat_home: Path
+) -> None:
+    config = tiny_family(name)
+    config.eos_token_id = None
+    write_tiny_checkpoint(tmp_path, config)
+    prompt = torch.randint(3, 90, (120,), generator=torch.Generator().manual_seed(3))
+    model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode(), one_thread():
+        longer = model.generate(prompt[None], do_sample=False, max_new_tokens=12, min_new_tokens=12)
+    with moechat.load(tmp_path, bits=16, dense_bits=16, dtype="float32", activation_bits=32) as engine:
+        steps = engine.generate(prompt.tolist(), max_new_tokens=12, temperature=0.0)
+        assert [step.token_id for step in steps] == longer[0, 120:].tolist()
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_the_part_for_text_of_another_type_is_built(name: str) -> None:
     try:
