@@ -229,7 +229,7 @@ def check_file_rows(encoding: str, rows: _U8) -> None:
     """
 
 def kept_encodings() -> dict[str, tuple[int, int, int]]:
-    """Encodings of GGUF files that blocks can keep, by name: bits of a code, columns and bytes of a block.
+    """Encodings of files that blocks can keep, by name: bits of a code, columns and bytes of a block.
 
     See ``native/src/kernels/layout/kept_encodings.h``.
     """
@@ -241,15 +241,16 @@ def kept_form(encoding: str) -> dict[str, int | str | list[int]]:
     Returns:
         ``code_bits``; ``table``: ``none``, ``iq4`` or ``e2m1``; ``values``: those of its 16 codes less the
         zero, empty without a table; ``subs``: sub-blocks of a group; ``words``: kind of the scale words, by
-        the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in the super field;
-        ``super_groups``: groups that share them, in gate, up and dense matrices.
+        the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in the super
+        field, an fp32 or a word being two; ``super_groups``: groups that share them, in gate, up and dense
+        matrices.
 
     Raises:
         ValueError: The encoding is unknown.
     """
 
 def decode_file_rows(encoding: str, rows: _U8, out: _F32 | _U16) -> float:
-    """Decode rows of a matrix in a GGUF file.
+    """Decode rows of a matrix in a kept encoding.
 
     Args:
         encoding: One of :func:`kept_encodings`.

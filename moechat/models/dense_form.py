@@ -75,7 +75,7 @@ def part_bytes(part: Part) -> int:
 
 
 def encoded_bytes(rows: int, cols: int, encoding: str) -> int:
-    """Bytes of a matrix in the rows of a GGUF file."""
+    """Bytes of a matrix in encoded rows of a store."""
     _, block, block_bytes = _native.kept_encodings()[encoding]
     return rows * (cols // block) * block_bytes
 

@@ -1,5 +1,5 @@
 """Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, 8 or 4 bits
-packed in groups, or the encoding of a GGUF file.
+packed in groups, or the encoding of their source.
 
 They replace ``nn.Linear`` and ``nn.Embedding`` modules. In decoding, dense weights are most of the bytes read
 per token, so they are neither widened nor copied:
@@ -7,7 +7,7 @@ per token, so they are neither widened nor copied:
 - :class:`StoredLinear` reads bf16 or fp16 rows in the mapped file. A few tokens use the native kernel, with
   float32 products and sums. Many tokens use torch: in bf16 if inputs and weights both are bf16, else panels
   of rows are widened to float32 one at a time.
-- :class:`PackedLinear` reads weights packed by the experts' quantiser, or rearranged from a GGUF file,
+- :class:`PackedLinear` reads weights packed by the experts' quantiser, or rearranged from encoded rows,
   natively for any number of tokens; :class:`SplitLinear` has several of them for its rows.
 - :class:`StoredEmbedding` converts only the rows that are looked up, :class:`EncodedEmbedding` decodes them.
 
@@ -136,7 +136,7 @@ class StoredLinear(_Dense):
 
 
 class PackedLinear(_Dense):
-    """``nn.Linear`` with its weights packed in 8 or 4 bits, or in the encoding of a GGUF file.
+    """``nn.Linear`` with its weights packed in 8 or 4 bits, or in the encoding of their source.
 
     Args:
         layout: Layout of the packed weights.
@@ -298,7 +298,7 @@ class StoredEmbedding(nn.Module):
 
 
 class EncodedEmbedding(nn.Embedding):
-    """``nn.Embedding`` with its rows as in a GGUF file; see :func:`encoded_embedding`.
+    """``nn.Embedding`` with its rows encoded as in the store; see :func:`encoded_embedding`.
 
     Its weight has the model's type and the right shape, and no values.
     """

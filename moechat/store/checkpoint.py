@@ -15,10 +15,13 @@ from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
 from moechat.store.quantised.schemes import plain_view, source_format
+from moechat.store.quantised.weights import PackedTensors
 from moechat.store.side_files import side_files
 from moechat.store.tensors import TensorSet
 
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
+# Part of the fingerprints of quantised checkpoints, so that stores are made again when more of them is kept.
+_KEPT_VERSION = 2
 
 
 class Checkpoint:
@@ -186,7 +189,9 @@ class Checkpoint:
 
         Licence and card are excluded, so that an edited README does not require a new store.
         """
-        return self._fingerprint
+        if not isinstance(self.tensors, PackedTensors):
+            return self._fingerprint
+        return hashlib.sha256(f"{_KEPT_VERSION} {self._fingerprint}".encode()).hexdigest()
 
     def require_unchanged(self) -> None:
         """Check that the files on disk are still those that were opened.

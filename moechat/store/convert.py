@@ -24,6 +24,7 @@ from moechat.store.manifest import (
     Quantisation,
     SourceRecord,
     build_versions,
+    dense_format,
 )
 from moechat.store.outline import DenseFile, ExpertsFile, StoreOutline, outline_store
 from moechat.store.progress import ConvertProgress, ProgressCallback
@@ -173,10 +174,11 @@ def _manifest(
         layers=tuple(LayerRecord(file.source.layer, file.source.module, file.name) for file in experts),
         quantisation=Quantisation.of(outline.geometry, solver),
         files=dict(workspace.finished),
-        keeps_dense=any(
-            tensor.encoding is not None
+        dense_format=dense_format(
+            tensor.encoding
             for file in outline.files
             if isinstance(file, DenseFile)
             for tensor in file.tensors
+            if tensor.encoding is not None
         ),
     )

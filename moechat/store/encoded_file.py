@@ -1,9 +1,10 @@
-"""Safetensors files in which some matrices keep the encoding of the GGUF file that they come from.
+"""Safetensors files in which some matrices keep the encoding of the file that they come from.
 
-Such a matrix is stored as ``U8`` rows, as in the GGUF file, and appears as ``F16`` in its own shape; metadata
-give its encoding. Its columns may be in another order than the model's, because blocks of an encoding cannot
-be taken apart: metadata then give ``outer``, ``inner`` and ``size`` of the change that brings them in order,
-:class:`moechat.store.gguf_changes.Ungroup`. Stores have their dense weights in these files.
+Such a matrix is stored as ``U8`` rows, as in a GGUF file or as :mod:`moechat.store.quantised.kept_rows` makes
+them of a quantised checkpoint, and appears in its own shape as ``F16``, or ``BF16`` if metadata say so;
+metadata give its encoding. Its columns may be in another order than the model's, because blocks of an
+encoding cannot be taken apart: metadata then give ``outer``, ``inner`` and ``size`` of the change that brings
+them in order, :class:`moechat.store.gguf_changes.Ungroup`. Stores have their dense weights in these files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from moechat import _native
 from moechat.errors import CheckpointError, MoechatError
 from moechat.store.gguf_changes import Ungroup
+from moechat.store.quantised.number_formats import rounded
 from moechat.store.safetensors_file import (
     PlannedTensor,
     SafetensorsFile,
@@ -30,10 +32,14 @@ from moechat.store.safetensors_file import (
 
 ENCODINGS = "moechat.encodings"
 COLUMNS = "moechat.columns"
+TYPES = "moechat.types"
 Columns = tuple[int, int, int]
-_VISIBLE = "F16"
+_USUAL = "F16"
+_VISIBLE = (_USUAL, "BF16")
 _CHUNK_BYTES = 8 << 20
+_PIECE_WEIGHTS = 1 << 22  # decoded to float32 at a time
 _FP16_MAX = 65504.0
+_BF16_LIMIT = float.fromhex("0x1.ffp+127")  # the least magnitude that is rounded to infinity
 
 
 class EncodedSource(Protocol):
@@ -43,8 +49,8 @@ class EncodedSource(Protocol):
         """The encoding that a store keeps of a dense tensor; ``None``: its visible type."""
         ...
 
-    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
-        """The rows of a tensor that has an encoding, ``uint8 [rows, bytes]``."""
+    def dense_rows(self, name: str) -> NDArray[np.uint8]:
+        """The rows of a tensor that has a ``dense_encoding``, ``uint8 [rows, bytes]``."""
         ...
 
     def columns(self, name: str) -> Columns | None:
@@ -77,7 +83,8 @@ def planned_dense(source: EncodedSource, name: str, dtype: str, shape: tuple[int
         return PlannedTensor(name, dtype, shape)
     _, block, block_bytes = _native.kept_encodings()[encoding]
     stored = (*shape[:-1], shape[-1] // block * block_bytes)
-    return PlannedTensor(name, "U8", stored, encoding, source.columns(name))
+    visible = dtype if dtype in _VISIBLE else _USUAL
+    return PlannedTensor(name, "U8", stored, encoding, source.columns(name), visible)
 
 
 def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]:
@@ -90,7 +97,7 @@ def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]
     if planned.encoding is None:
         yield from source.chunks(planned.name)
         return
-    rows = source.encoded_rows(planned.name, None)
+    rows = source.dense_rows(planned.name)
     step = max(1, _CHUNK_BYTES // max(1, rows.shape[1]))
     for first in range(0, len(rows), step):
         part = np.ascontiguousarray(rows[first : first + step])
@@ -109,9 +116,10 @@ def encodings_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) ->
     tensors = list(tensors)
     encodings = {tensor.name: tensor.encoding for tensor in tensors if tensor.encoding is not None}
     columns = {tensor.name: tensor.columns for tensor in tensors if tensor.columns is not None}
+    types = {tensor.name: tensor.visible for tensor in tensors if tensor.visible != _USUAL}
     metadata = {
         key: json.dumps(entries, separators=(",", ":"))
-        for key, entries in ((ENCODINGS, encodings), (COLUMNS, columns))
+        for key, entries in ((ENCODINGS, encodings), (COLUMNS, columns), (TYPES, types))
         if entries
     }
     return build_header(tensors, alignment=alignment, metadata=metadata)
@@ -123,6 +131,26 @@ def decoded_halves(encoding: str, rows: NDArray[np.uint8]) -> tuple[NDArray[np.f
     halves = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.uint16)
     most = _native.decode_file_rows(encoding, rows, halves)
     return halves.view(np.float16), most
+
+
+def decoded_bf16(encoding: str, rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint16], float]:
+    """Rows rounded to bf16 ``[rows, columns]``, and the largest magnitude before, or NaN."""
+    _, block, block_bytes = _native.kept_encodings()[encoding]
+    columns = rows.shape[1] // block_bytes * block
+    out = np.empty((len(rows), columns), np.uint16)
+    step = max(1, _PIECE_WEIGHTS // columns)
+    values = np.empty((min(step, len(rows)), columns), np.float32)
+    largest = [0.0]
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        largest.append(_native.decode_file_rows(encoding, part, values[: len(part)]))
+        out[first : first + step] = rounded(values[: len(part)], "BF16")
+    return out, float(np.max(largest))
+
+
+def _require_bf16(most: float, where: str) -> None:
+    if not most < _BF16_LIMIT:
+        raise CheckpointError(f"{where} has values that are not finite in BF16")
 
 
 def require_halves(most: float, where: str) -> None:
@@ -156,9 +184,13 @@ class EncodedSafetensors(SafetensorsFile):
         file._stored = file.tensors
         file._encodings = _read_encodings(file.metadata, path, error)
         file._columns = _read_columns(file.metadata, path, error)
+        types = _read_types(file.metadata, path, error)
         visible = dict(file.tensors)
         for name, encoding in file._encodings.items():
-            visible[name] = _visible(visible.get(name), encoding, name, path, error)
+            dtype = types.pop(name, _USUAL)
+            visible[name] = _visible(visible.get(name), encoding, dtype, name, path, error)
+        if types:
+            raise error(f"{path} is damaged: its {TYPES} do not fit {min(types)[:200]!r}")
         for name, columns in file._columns.items():
             if name not in file._encodings or math.prod(columns) != visible[name].shape[-1]:
                 raise error(f"{path} is damaged: its {COLUMNS} do not fit {name[:200]!r}")
@@ -170,13 +202,15 @@ class EncodedSafetensors(SafetensorsFile):
 
         Raises:
             KeyError: The tensor does not exist.
-            CheckpointError: Its values do not fit float16.
+            CheckpointError: Its values do not fit the type that it appears as.
         """
         encoding = self._encodings.get(name)
         if encoding is None:
             return super().array(name)
-        values, most = decoded_halves(encoding, self.encoded_rows(name, None))
-        require_halves(most, f"{self.path}: {name}")
+        values: NDArray[Any]
+        in_bf16 = self.tensors[name].dtype == "BF16"
+        values, most = (decoded_bf16 if in_bf16 else decoded_halves)(encoding, self.encoded_rows(name, None))
+        (_require_bf16 if in_bf16 else require_halves)(most, f"{self.path}: {name}")
         columns = self._columns.get(name)
         if columns is not None:
             values = np.take(values, column_index(columns), axis=1)
@@ -233,6 +267,13 @@ def _read_columns(metadata: Mapping[str, str], path: Path, error: type[MoechatEr
     return {name: (outer, inner, size) for name, (outer, inner, size) in found.items()}
 
 
+def _read_types(metadata: Mapping[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
+    found = _entries(metadata, TYPES, path, error)
+    if found is None or not all(value in _VISIBLE for value in found.values()):
+        raise error(f"{path} is damaged: its {TYPES} are not among {', '.join(_VISIBLE)}")
+    return found
+
+
 def _read_encodings(metadata: Mapping[str, str], path: Path, error: type[MoechatError]) -> dict[str, str]:
     found = _entries(metadata, ENCODINGS, path, error)
     known = _native.kept_encodings()
@@ -242,10 +283,15 @@ def _read_encodings(metadata: Mapping[str, str], path: Path, error: type[Moechat
 
 
 def _visible(
-    entry: TensorEntry | None, encoding: str, name: str, path: Path, error: type[MoechatError]
+    entry: TensorEntry | None,
+    encoding: str,
+    dtype: str,
+    name: str,
+    path: Path,
+    error: type[MoechatError],
 ) -> TensorEntry:
     _, block, block_bytes = _native.kept_encodings()[encoding]
     if entry is None or entry.dtype != "U8" or len(entry.shape) < 2 or entry.shape[-1] % block_bytes:
         raise error(f"{path} is damaged: {name[:200]!r} does not hold rows of {encoding}")
     shape = (*entry.shape[:-1], entry.shape[-1] // block_bytes * block)
-    return TensorEntry(_VISIBLE, shape, entry.start, entry.end)
+    return TensorEntry(dtype, shape, entry.start, entry.end)

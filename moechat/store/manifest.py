@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import pairwise
@@ -20,13 +20,15 @@ from typing import Any
 import moechat
 from moechat.config import active_isa, user_paths
 from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModelError, UsageError
-from moechat.geometry import ExpertGeometry, WeightType, scale_columns
+from moechat.geometry import CHECKPOINT_ENCODINGS, ExpertGeometry, WeightType, scale_columns
 from moechat.store.safetensors_file import strict_json
 
 # Stores whose experts keep the encodings of their source, have no gate projection, or gates that differ by
 # layer, have format 3, all others 2.
-# Stores with dense weights in the encodings of their source have format 4.
-FORMAT_VERSION = 4
+# Stores with dense weights in the encodings of GGUF files have format 4; stores with any weights in those of
+# quantised checkpoints have format 5.
+FORMAT_VERSION = 5
+_DENSE_FORMAT = 4
 _EXPERTS_FORMAT = 3
 _QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
@@ -154,7 +156,7 @@ class Manifest:
         layers: Expert layers, ascending.
         quantisation: How the experts were quantised.
         files: Every file of the store except the manifest.
-        keeps_dense: Dense weights keep the encodings of their source.
+        dense_format: The format that the dense files need, see :func:`dense_format`; 0: that of the experts.
         neuron_order: Reserved for a permutation of neurons inside the experts; always ``None`` in format 1.
     """
 
@@ -165,7 +167,7 @@ class Manifest:
     layers: tuple[LayerRecord, ...]
     quantisation: Quantisation
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    keeps_dense: bool = False
+    dense_format: int = 0
     neuron_order: None = None
 
     @property
@@ -176,7 +178,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION if self.keeps_dense else _format_of(self.geometry),
+            "format_version": max(self.dense_format, _format_of(self.geometry)),
             "source": asdict(self.source),
             "created_by": dict(self.created_by),
             "model_type": self.model_type,
@@ -254,7 +256,8 @@ class Manifest:
             raise ValueError("neuron_order is not null")
         geometry = _geometry(root.object("geometry"))
         version = root.integer("format_version", 1)
-        if version < FORMAT_VERSION and max(version, _QUANTISED_FORMAT) != _format_of(geometry):
+        of_experts = _format_of(geometry)
+        if max(version, _QUANTISED_FORMAT) != of_experts and version < max(of_experts, _DENSE_FORMAT):
             raise ValueError("its format does not fit its experts")
         quantisation = root.object("quantisation")
         quantisation.exactly(["method", "group_size", "axis", "solver"])
@@ -276,7 +279,7 @@ class Manifest:
                 quantisation.string("solver"),
             ),
             files={name: _file(name, item) for name, item in root.object("files").objects_by_name()},
-            keeps_dense=version == FORMAT_VERSION,
+            dense_format=version if version > max(of_experts, _EXPERTS_FORMAT) else 0,
         )
         manifest._check_consistency()
         return manifest
@@ -397,8 +400,18 @@ def _gate(gate: _Reader) -> dict[str, Any]:
 
 def _format_of(geometry: ExpertGeometry) -> int:
     """The format that experts need."""
+    if any(not CHECKPOINT_ENCODINGS.isdisjoint(pair) for pair in geometry.kept):
+        return FORMAT_VERSION
     newer = geometry.kept or geometry.layer_gates or not geometry.gate.gated
     return _EXPERTS_FORMAT if newer else _QUANTISED_FORMAT
+
+
+def dense_format(encodings: Iterable[str]) -> int:
+    """The format that dense files with these encodings need; 0 without any."""
+    found = set(encodings)
+    if not found:
+        return 0
+    return _DENSE_FORMAT if found.isdisjoint(CHECKPOINT_ENCODINGS) else FORMAT_VERSION
 
 
 def _kept(pairs: Any) -> list[list[str]]:

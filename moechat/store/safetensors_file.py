@@ -318,9 +318,10 @@ class PlannedTensor:
     """A tensor about to be written: name, element type, shape.
 
     Attributes:
-        encoding: Of rows that keep the encoding of a GGUF file, whose ``dtype`` is ``U8``; see
+        encoding: Of rows that keep the encoding of their source, whose ``dtype`` is ``U8``; see
             :mod:`moechat.store.encoded_file`.
         columns: If these rows have their columns in another order than the model; see there.
+        visible: Type that these rows appear as.
     """
 
     name: str
@@ -328,6 +329,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     encoding: str | None = None
     columns: tuple[int, int, int] | None = None
+    visible: str = "F16"
 
     @property
     def nbytes(self) -> int:

@@ -112,6 +112,10 @@ class Shard:
         assert isinstance(file, EncodedFile)
         return file.encoded_rows(name, expert)
 
+    def dense_rows(self, name: str) -> NDArray[np.uint8]:
+        """See :class:`moechat.store.encoded_file.EncodedSource`."""
+        return self.encoded_rows(name, None)
+
     def release(self, start: int, end: int) -> None:
         """See :meth:`TensorFile.release`; does nothing in a reduced shard, which has other offsets."""
         if self._file is not None and not self.is_reduced:

@@ -170,6 +170,15 @@ class TensorSet:
         """
         return self.encoding(name)
 
+    def dense_rows(self, name: str) -> NDArray[np.uint8]:
+        """The rows of a dense tensor in its :meth:`dense_encoding`, ``uint8 [rows, bytes]``. REQUIRES: it has
+        one.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        return self.encoded_rows(name, None)
+
     def rows_first(self, name: str) -> bool:
         """Whether matrices are ``[rows, columns]`` even where the model's parameter is transposed."""
         return False

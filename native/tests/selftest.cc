@@ -238,8 +238,9 @@ void kept_encodings() {
   for (int i = 0; i < kKeptEncodings; ++i) {
     const auto gate_up = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + i);
     const auto down = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + (i + 5) % kKeptEncodings);
-    const std::int64_t hidden = kept_form(gate_up).file_columns == 256 ? 256 : 96;
-    const std::int64_t neurons = kept_form(down).file_columns == 256 ? 256 : 160;
+    const std::int64_t blocks[] = {kept_form(gate_up).file_columns, kept_form(down).file_columns};
+    const std::int64_t hidden = blocks[0] == 256 ? 256 : 3 * blocks[0];
+    const std::int64_t neurons = blocks[1] == 256 ? 256 : 5 * blocks[1];
     for (const int tokens : {1, 13}) {
       const Case one(++seed, hidden, neurons, gate_up, down, tokens == 13, tokens);
       for (const int activation_bits : {8, 16, 32}) {

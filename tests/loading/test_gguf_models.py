@@ -122,7 +122,7 @@ def test_its_store_is_that_of_the_checkpoint_it_decodes_to(
     # Attention keeps its type, whatever experts are, and an encoding its bits.
     encoding = {Kind.F16: None, Kind.BF16: None}.get(kind, kind.name.lower())
     assert made.dense.encoding("lm_head.weight") == encoding
-    assert made.manifest.keeps_dense == (encoding is not None)
+    assert made.manifest.dense_format == (0 if encoding is None else 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

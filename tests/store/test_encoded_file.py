@@ -1,4 +1,4 @@
-"""Dense weights that keep the encoding of a GGUF file: conversion, reading, damage."""
+"""Dense weights that keep the encoding of their source: conversion, reading, damage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from moechat.errors import CheckpointError, StoreDamagedError
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import opened_gguf
 from moechat.store.convert import convert
-from moechat.store.encoded_file import COLUMNS, EncodedSafetensors, encodings_header
+from moechat.store.encoded_file import COLUMNS, TYPES, EncodedSafetensors, encodings_header
 from moechat.store.encoded_file import ENCODINGS as METADATA
+from moechat.store.quantised.number_formats import as_float32, rounded
 from moechat.store.safetensors_file import PlannedTensor, build_header
 from moechat.store.store import Store
 
@@ -62,6 +63,46 @@ def test_columns_appear_in_the_order_of_the_model(tmp_path: Path) -> None:
     # Head i * 2 + j of the model is head j * 3 + i of the file.
     heads = values("q8_0", rows).astype(np.float16).reshape(ROWS, 6, 32)[:, [0, 3, 1, 4, 2, 5]]
     np.testing.assert_array_equal(file.array("a"), heads.reshape(ROWS, -1))
+
+
+@pytest.mark.parametrize("encoding", ["int4", "nvfp4"])
+def test_rows_of_a_bf16_checkpoint_appear_as_bf16(tmp_path: Path, encoding: str) -> None:
+    rows = file_rows(np.random.default_rng(1), encoding, ROWS, WIDTH)
+    planned = PlannedTensor("a", "U8", rows.shape, encoding, visible="BF16")
+    file = EncodedSafetensors.open(write(tmp_path / "f", [planned], [rows]))
+    assert (file.tensors["a"].dtype, file.tensors["a"].shape) == ("BF16", (ROWS, WIDTH))
+    expected = rounded(values(encoding, rows), "BF16")
+    found = file.array("a")
+    np.testing.assert_array_equal(as_float32(found, "BF16"), as_float32(expected, "BF16"))
+    assert b"".join(file.chunks("a")) == found.tobytes()
+
+
+def test_a_value_beyond_bf16_is_an_error_where_it_is_read(tmp_path: Path) -> None:
+    rows = file_rows(np.random.default_rng(1), "int4", 1, 64)
+    rows[0, :4] = np.array([2.0**127], np.float32).view(np.uint8)
+    rows[0, 4] = 15
+    planned = PlannedTensor("a", "U8", rows.shape, "int4", visible="BF16")
+    file = EncodedSafetensors.open(write(tmp_path / "f", [planned], [rows]))
+    with pytest.raises(CheckpointError, match="a has values that are not finite in BF16"):
+        file.array("a")
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        ('{"a":"F32"}', "are not among F16, BF16"),
+        ('{"a":1}', "are not among F16, BF16"),
+        ("[]", "are not among F16, BF16"),
+        ('{"c":"BF16"}', "do not fit 'c'"),
+        ("{", "are not valid"),
+    ],
+)
+def test_damaged_types_are_refused(tmp_path: Path, types: str, message: str) -> None:
+    planned = PlannedTensor("a", "U8", (ROWS, 36))
+    header = build_header([planned], metadata={METADATA: '{"a":"int4"}', TYPES: types})
+    (tmp_path / "f").write_bytes(header + bytes(planned.nbytes))
+    with pytest.raises(StoreDamagedError, match=message):
+        EncodedSafetensors.open(tmp_path / "f", error=StoreDamagedError)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,7 @@ def test_a_store_has_the_rows_of_the_file_and_is_of_format_4(tmp_path: Path) -> 
         made = convert(opened, plan_checkpoint(opened), tmp_path / "store", bits=4, source_name="x")
     assert json.loads((made.path / "manifest.json").read_text())["format_version"] == 4
     store = Store.open(made.path)
-    assert store.manifest.keeps_dense
+    assert store.manifest.dense_format == 4
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     name = "model.layers.0.self_attn.o_proj.weight"
     assert store.dense.encoding(name) == "q8_0"

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from quantised_support import Pack, awq, fp8, gptq, integers, mxfp4, nvfp4
 
+from moechat import _native
 from moechat.errors import CheckpointError
 from moechat.store.quantised.schemes import plain_view
 from moechat.store.quantised.weights import PackedTensors
@@ -184,42 +183,74 @@ def test_the_expert_of_a_stack_is_decoded_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pack", "stated", "encoding"),
+    ("pack", "stated", "encoding", "of_dense"),
     [
-        (integers(4, 64), compressed(num_bits=4, group_size=64), "q4_0"),
-        (integers(8, 0, packed=False), compressed(num_bits=8, strategy="channel"), "q8_0"),
-        (integers(4, 64, symmetric=False), compressed(num_bits=4, group_size=64, symmetric=False), None),
-        (integers(4, 64, order=True), compressed(num_bits=4, group_size=64), None),
-        (integers(4, 64, dtype=torch.float32), compressed(num_bits=4, group_size=64), None),
-        (mxfp4(), compressed(num_bits=4, type="float", group_size=32), "mxfp4"),
-        (mxfp4(deepseek=True), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "mxfp4"),
-        (nvfp4(divides=True), compressed(num_bits=4, type="float", group_size=16), None),
+        (integers(4, 64), compressed(num_bits=4, group_size=64), "int4", "int4"),
+        (integers(4, 32), compressed(num_bits=4, group_size=32), "q4_0", "int4_32"),
+        (integers(8, 0, packed=False), compressed(num_bits=8, strategy="channel"), "int8", "int8"),
+        (
+            integers(4, 64, symmetric=False),
+            compressed(num_bits=4, group_size=64, symmetric=False),
+            "int4",
+            "int4",
+        ),
+        (integers(4, 64, order=True), compressed(num_bits=4, group_size=64), None, None),
+        (integers(4, 64, dtype=torch.float32), compressed(num_bits=4, group_size=64), None, None),
+        (mxfp4(), compressed(num_bits=4, type="float", group_size=32), "mxfp4", "mxfp4"),
+        (
+            mxfp4(deepseek=True),
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "mxfp4",
+            "mxfp4",
+        ),
+        (nvfp4(divides=True), compressed(num_bits=4, type="float", group_size=16), "nvfp4", "nvfp4"),
         (
             gptq(4, 32, symmetric=True),
             {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
             "q4_0",
+            "int4_32",
         ),
         (
             gptq(8, 32, symmetric=True),
             {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True},
             "q8_0",
+            "int8_32",
         ),
-        (gptq(4, 32), GPTQ, None),
-        (gptq(4, 32, symmetric=True, order=True), {**GPTQ, "sym": True, "desc_act": True}, None),
-        (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32}, None),
-        (fp8((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        (gptq(4, 32), GPTQ, "int4_32", "int4_32"),
+        (gptq(4, 32, symmetric=True, order=True), {**GPTQ, "sym": True, "desc_act": True}, None, None),
+        (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32}, "int4_32", "int4_32"),
+        (awq(128), {"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", "int4"),
+        (fp8((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, None, None),
     ],
 )
-def test_what_an_encoding_can_hold_is_kept(pack: Pack, stated: dict[str, Any], encoding: str | None) -> None:
+def test_what_an_encoding_can_hold_is_kept(
+    pack: Pack, stated: dict[str, Any], encoding: str | None, of_dense: str | None
+) -> None:
     view, _ = read(pack, matrix(1, 40, 128), stated)
-    assert view.encoding(NAME) == encoding
-    if encoding is not None:
-        rows = view.encoded_rows(NAME, None)
-        kind = {"q4_0": Kind.Q4_0, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}[encoding]
-        assert np.array_equal(gguf.dequantize(rows, kind), view.codes(NAME).values())
+    assert (view.encoding(NAME), view.dense_encoding(NAME)) == (encoding, of_dense)
+    if encoding is None or of_dense is None:
+        return
+    for kept, rows in ((encoding, view.encoded_rows(NAME, None)), (of_dense, view.dense_rows(NAME))):
+        out = np.empty((40, 128), np.float32)
+        _native.decode_file_rows(kept, rows, out)
+        np.testing.assert_allclose(
+            out, view.codes(NAME).values(), rtol=2**-19 if kept == "nvfp4" else 0, atol=0
+        )
 
 
 def test_zeros_that_contradict_the_configuration_are_refused() -> None:
     view, _ = read(gptq(4, 32), matrix(0, 40, 64), {**GPTQ, "sym": True})
     with pytest.raises(CheckpointError, match="cannot be kept as it is: a zero is not 8"):
         view.encoded_rows(NAME, None)
+    out = np.empty((40, 64), np.float32)
+    _native.decode_file_rows("int4_32", view.dense_rows(NAME), out)  # holds any zero
+    assert np.array_equal(out, view.codes(NAME).values())
+
+
+def test_groups_out_of_order_that_the_configuration_denies_are_refused() -> None:
+    view, _ = read(gptq(4, 32, order=True), matrix(0, 40, 64), GPTQ)
+    assert view.dense_encoding(NAME) == "int4_32"
+    with pytest.raises(CheckpointError, match="not in the order of their groups") as caught:
+        view.dense_rows(NAME)
+    assert caught.value.hint is not None
+    assert "contradict" in caught.value.hint

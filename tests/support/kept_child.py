@@ -23,7 +23,7 @@ COUNTS = (29, 12, 7, 5, 4, 3, 1, 0)
 def linear(number: int, encoding: str, digest: hashlib._Hash) -> tuple[dict[int, float], bool]:
     """Errors of a linear layer by bits of an activation, and whether many tokens have the bits of one."""
     rng = np.random.default_rng(100 + number)
-    rows, columns = 70, 768 if _native.kept_encodings()[encoding][1] == 256 else 352
+    rows, columns = 70, {32: 352, 64: 448, 256: 768}[_native.kept_encodings()[encoding][1]]
     layout = _native.LinearLayout(rows, columns, encoding)
     source = file_rows(rng, encoding, rows, columns)
     data = np.empty(layout.nbytes, np.uint8)

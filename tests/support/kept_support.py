@@ -1,4 +1,4 @@
-"""Random weights in the formats of GGUF files, and experts of them in blocks that keep their values."""
+"""Random weights in the formats of files, and experts of them in blocks that keep their values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from gguf.constants import GGMLQuantizationType
 from native_support import Call, empty_records
 
 from moechat import _native
+from moechat.store.quantised.number_formats import E2M1, E4M3
 
-# By kept encoding: ggml's name, and the places of the fp16 scales in a block.
-FORMATS = {
+# By kept encoding of GGUF files: ggml's name, and the places of the fp16 scales in a block.
+GGUF = {
     "q4_0": ("Q4_0", (0,)),
     "q4_1": ("Q4_1", (0, 2)),
     "q5_0": ("Q5_0", (0,)),
@@ -25,10 +26,12 @@ FORMATS = {
     "iq4_xs": ("IQ4_XS", (0,)),
     "mxfp4": ("MXFP4", ()),
 }
-ENCODINGS = tuple(FORMATS)
+# Those of quantised checkpoints.
+OWN = ("int4", "int4_32", "int8", "int8_32", "nvfp4")
+ENCODINGS = (*GGUF, *OWN)
 # Mean magnitude of the integers that the scales are multiplied with, so that weights are near 0.1.
 _MAGNITUDE = {"q2_k": 12, "q3_k": 40, "q4_k": 240, "q5_k": 480, "q6_k": 1000, "iq4_xs": 800, "q8_0": 64}
-_MAGNITUDE |= {"iq4_nl": 60}
+_MAGNITUDE |= {"iq4_nl": 60, "int8": 80, "int8_32": 80}
 
 
 def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) -> np.ndarray:
@@ -36,7 +39,17 @@ def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) 
     _, block, size = _native.kept_encodings()[encoding]
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
     spread = 0.1 / _MAGNITUDE.get(encoding, 8)
-    for place in FORMATS[encoding][1]:
+    if encoding == "nvfp4":
+        data[:, :, :4] = np.full((rows, 1, 1), 0.0007, np.float32).view(np.uint8)
+        patterns = np.append(np.arange(0x7F), 0x80 + np.arange(0x7F)).astype(np.uint8)  # all but NaN
+        data[:, :, 4:8] = rng.choice(patterns, (rows, columns // block, 4))
+    elif encoding in OWN:
+        scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float32)
+        words = scales.view(np.uint32) & 0xFFFFFF00 | rng.integers(0, 256, scales.shape, dtype=np.uint32)
+        if encoding.startswith("int4"):
+            words &= 0xFFFFFF0F
+        data[:, :, :4] = words.view(np.uint8).reshape(rows, -1, 4)
+    for place in GGUF[encoding][1] if encoding in GGUF else ():
         scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16)
         data[:, :, place : place + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
     if encoding == "mxfp4":
@@ -45,8 +58,27 @@ def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) 
 
 
 def values(encoding: str, rows: np.ndarray) -> np.ndarray:
-    """float32 [rows, columns], by the gguf package."""
-    return dequantize(rows, GGMLQuantizationType[FORMATS[encoding][0]])
+    """float32 [rows, columns], by the gguf package or by the description in ``kept_encodings.h``."""
+    if encoding in GGUF:
+        return dequantize(rows, GGMLQuantizationType[GGUF[encoding][0]])
+    size = _native.kept_encodings()[encoding][2]
+    blocks = rows.reshape(len(rows), -1, size)
+    if encoding == "nvfp4":
+        scales = blocks[..., :4].copy().view(np.float32) * E4M3[blocks[..., 4:8]]
+        twice = scales.repeat(16, axis=2) * np.float32(0.5)
+        # Step times code less min: how far a float32 is from the product depends on the order.
+        codes = (2 * E2M1[_nibbles(blocks[..., 8:])] + 12).astype(np.float32)
+        return (twice * codes - twice * np.float32(12)).reshape(len(rows), -1)
+    words = blocks[..., :4].copy().view(np.uint32)
+    codes = blocks[..., 4:] if encoding.startswith("int8") else _nibbles(blocks[..., 4:])
+    scales = (words & 0xFFFFFF00).view(np.float32)
+    return (scales * (codes.astype(np.float32) - (words & 255).astype(np.float32))).reshape(len(rows), -1)
+
+
+def _nibbles(pairs: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits: byte i of 16 has columns i and i + 16."""
+    runs = pairs.reshape(*pairs.shape[:-1], -1, 16)
+    return np.concatenate([runs & 15, runs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
 
 
 def random_records(
@@ -75,11 +107,11 @@ def kept_call(
 ) -> Call:
     """A call over random experts with the given numbers of tokens each.
 
-    Of blocks of 32 columns, hidden size and neurons are not multiples of 64; of 256, one of 256.
+    Of blocks of 32 columns, hidden size and neurons are not multiples of 64; of others, a few blocks.
     """
     rng = np.random.default_rng(seed)
     blocks = [_native.kept_encodings()[name][1] for name in (gate_up, down)]
-    hidden, neurons = (512 if blocks[0] == 256 else 160), (256 if blocks[1] == 256 else 96)
+    hidden, neurons = {32: 160, 64: 192, 256: 512}[blocks[0]], {32: 96, 64: 192, 256: 256}[blocks[1]]
     layout = _native.kept_layout(hidden, neurons, gate_up, down, bias)
     records, _ = random_records(rng, layout, len(counts))
     tokens = max(counts)

@@ -19,6 +19,8 @@ _SCALES = {
     "signed4": triton_kept.SIGNED4,
     "factors": triton_kept.FACTORS,
     "nibbles": triton_kept.NIBBLES,
+    "floats": triton_kept.FLOATS,
+    "e4m3": triton_kept.E4M3,
 }
 # Bits of the planes that codes are cut into, by the bits of a code.
 _PLANES = {8: (8, 0), 6: (4, 2), 5: (4, 1), 4: (4, 0), 3: (2, 1), 2: (2, 0)}

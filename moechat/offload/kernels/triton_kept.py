@@ -1,4 +1,4 @@
-"""Triton kernels over dense matrices in kept encodings: the values of a GGUF file, not quantised again.
+"""Triton kernels over dense matrices in kept encodings: the values of a file, not quantised again.
 
 The byte map is in ``native/src/kernels/layout/kept_encodings.h``. A group of 64 columns is cut into 2 or 4
 sub-blocks, and a weight is ``step * code - min`` with a step and a min of its sub-block. Column ``4d + k`` of
@@ -31,6 +31,8 @@ SIGNED2 = tl.constexpr(3)
 SIGNED4 = tl.constexpr(4)
 FACTORS = tl.constexpr(5)
 NIBBLES = tl.constexpr(6)
+FLOATS = tl.constexpr(7)
+E4M3 = tl.constexpr(8)
 
 
 @triton.jit
@@ -69,17 +71,32 @@ def _piece_codes(packed, piece, column, PIECES: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _steps(words, supers, sub, there, SCALES: tl.constexpr):
+def _both(supers, there):
+    """The 32 bits that lie in the place of two fp16 values."""
+    return tl.load(supers.to(tl.pointer_type(tl.int32)), mask=there, other=0)
+
+
+@triton.jit
+def _steps(words, supers, sub, there, SCALES: tl.constexpr, SUPERS: tl.constexpr):
     """Steps and mins, float32, of sub-blocks ``sub``.
 
     Args:
         words: int32 scale words.
-        supers: Points to the row's fp16 values of a block.
+        supers: Points to the row's ``SUPERS`` fp16 values of a block.
     """
+    if SCALES == FLOATS:
+        # In the low byte the zero, above it a float32.
+        words = tl.where(sub == 0, words, _both(supers, there) if SUPERS else words)
     if SCALES == HALVES or SCALES == MINS:
         step = _fp16(words >> (16 * sub))
     elif SCALES == EXPONENTS:
         step = (((words >> (8 * sub)) & 255) << 23).to(tl.float32, bitcast=True)
+    elif SCALES == FLOATS:
+        step = (words & -256).to(tl.float32, bitcast=True)
+    elif SCALES == E4M3:
+        pattern = words >> (8 * sub)
+        step = _fp16(((pattern & 0x7F) << 7) | ((pattern & 0x80) << 8))
+        step *= _both(supers, there).to(tl.float32, bitcast=True)
     elif SCALES == SIGNED2:
         step = _fp16(words >> 16) * _signed(words, 8 * sub)
     elif SCALES == SIGNED4:
@@ -98,6 +115,8 @@ def _steps(words, supers, sub, there, SCALES: tl.constexpr):
     elif SCALES == NIBBLES:
         minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
         minimum *= ((words >> (4 + 8 * sub)) & 15).to(tl.float32)
+    elif SCALES == FLOATS:
+        minimum = step * (words & 255).to(tl.float32)
     else:
         minimum = tl.zeros_like(step)
     return step, minimum
@@ -170,9 +189,10 @@ def _plane(
     scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
     sub = (piece * SUBS // PIECES)[None, :, None]
     supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
-    step, minimum = _steps(scales[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
+    step, minimum = _steps(scales[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES, SUPERS)
     terms = products * (step * (1 << SHIFT))
-    if SHIFT == 0 and (SCALES == MINS or SCALES == FACTORS or SCALES == NIBBLES):
+    HAS_MINS: tl.constexpr = SCALES == MINS or SCALES == FACTORS or SCALES == NIBBLES or SCALES == FLOATS
+    if SHIFT == 0 and HAS_MINS:
         terms -= tl.sum(inputs, axis=0)[:, :, None] * minimum
     return total + tl.sum(tl.sum(terms, axis=0), axis=0)
 
@@ -283,6 +303,6 @@ def unpack(
     both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
     supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
     sub = tl.arange(0, SUBS)[None, :, None]
-    step, minimum = _steps(both[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES)
+    step, minimum = _steps(both[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES, SUPERS)
     values = _values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
     store_rows(out, tl.reshape(values, [GROUPS * 64, ROWS]), row, rows, first * 64, cols)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moechat.errors import UnsupportedModelError
 from moechat.store.quantised.codes import Codes
+from moechat.store.quantised.kept_rows import integer_encodings
 from moechat.store.quantised.modules import do_not_fit, find_modules, group_columns, grouping
 from moechat.store.quantised.number_formats import as_float32, fields
 from moechat.store.quantised.settings import Settings
@@ -61,9 +62,10 @@ def _weight(tensors: TensorSet, name: str, parts: dict[str, str], settings: Sett
         codes = _rows_in_order(found["qweight"].values)
         return Codes("affine", _BITS, codes.T, scales.T, (1, group), zero.T)
 
-    visible = tensors.info(parts["scales"])[0]
-    visible = settings.dtype if visible == "F32" else visible
-    return PackedWeight(name, visible, (rows, columns), parts, unpack, title(settings))
+    scale_type = tensors.info(parts["scales"])[0]
+    visible = settings.dtype if scale_type == "F32" else scale_type
+    kept, dense = integer_encodings(_BITS, group, columns, scale_type, symmetric=False)
+    return PackedWeight(name, visible, (rows, columns), parts, unpack, title(settings), kept, dense)
 
 
 def _rows_in_order(words: NDArray[Any]) -> NDArray[np.uint8]:

@@ -43,6 +43,8 @@ class Codes:
         zero: ``float32`` of the shape of ``scale``, the code that means 0; ``None``: 0, or no ``affine``.
         column_group: Group of each column, where they are not in order (activation order of GPTQ).
         table: ``float32 [2 ** bits]``, value of each code, for ``table``.
+        parts: Where ``scale`` is one factor times numbers in e4m3: their patterns, ``uint8`` of its shape,
+            and that factor.
     """
 
     kind: Kind
@@ -53,6 +55,7 @@ class Codes:
     zero: NDArray[np.float32] | None = None
     column_group: NDArray[np.intp] | None = None
     table: NDArray[np.float32] | None = None
+    parts: tuple[NDArray[np.uint8], np.float32] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

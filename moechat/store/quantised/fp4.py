@@ -58,9 +58,11 @@ def nvfp4_weight(
         scales = as_float32(scale.values, scale.dtype)
         with np.errstate(all="ignore"):  # values that are not finite are reported
             scales = scales / factor if divides else scales * factor
-        return Codes("e2m1", 4, nibbles(codes.values), scales, (1, NVFP4_COLUMNS))
+            split = (scale.values, np.float32(1) / factor if divides else factor)
+        return Codes("e2m1", 4, nibbles(codes.values), scales, (1, NVFP4_COLUMNS), parts=split)
 
-    return PackedWeight(name, dtype, shape, parts, unpack, NVFP4)
+    kept = None if shape[-1] % kept_rows.WIDE else kept_rows.NVFP4
+    return PackedWeight(name, dtype, shape, parts, unpack, NVFP4, kept, kept)
 
 
 def mxfp4_weight(tensors: TensorSet, name: str, parts: dict[str, str], dtype: str) -> PackedWeight:
@@ -82,7 +84,8 @@ def mxfp4_weight(tensors: TensorSet, name: str, parts: dict[str, str], dtype: st
         numbers = as_float32(scale.values, scale.dtype)
         return Codes("e2m1", 4, nibbles(codes.values.view(np.uint8)), numbers, (1, MXFP4_COLUMNS))
 
-    return PackedWeight(name, dtype, shape, parts, unpack, MXFP4, kept_rows.MXFP4)
+    kept = kept_rows.MXFP4
+    return PackedWeight(name, dtype, shape, parts, unpack, MXFP4, kept, kept)
 
 
 def _packed_shape(

@@ -12,7 +12,7 @@ import numpy as np
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
-from moechat.store.quantised.kept_rows import symmetric_encoding
+from moechat.store.quantised.kept_rows import integer_encodings
 from moechat.store.quantised.modules import do_not_fit, find_modules, group_columns, grouping
 from moechat.store.quantised.number_formats import as_float32, fields
 from moechat.store.quantised.settings import Settings
@@ -95,7 +95,8 @@ def _weight(tensors: TensorSet, name: str, parts: dict[str, str], settings: Sett
 
     scale_type = tensors.info(parts["scales"])[0]
     visible = settings.dtype if scale_type == "F32" else scale_type
-    kept = None
-    if settings.content.get("sym") is True and not settings.content.get("desc_act"):
-        kept = symmetric_encoding(bits, size, columns, scale_type)
-    return PackedWeight(name, visible, (rows, columns), parts, unpack, label, kept)
+    kept = dense = None
+    if not settings.content.get("desc_act"):
+        symmetric = settings.content.get("sym") is True
+        kept, dense = integer_encodings(bits, size, columns, scale_type, symmetric=symmetric)
+    return PackedWeight(name, visible, (rows, columns), parts, unpack, label, kept, dense)

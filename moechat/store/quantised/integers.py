@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
-from moechat.store.quantised.kept_rows import symmetric_encoding
+from moechat.store.quantised.kept_rows import integer_encodings
 from moechat.store.quantised.number_formats import as_float32, fields
 from moechat.store.quantised.weights import PackedWeight, Part, Parts, matrix_shape
 from moechat.store.tensors import TensorSet
@@ -114,10 +114,11 @@ def integer_weight(
         return Codes("affine", form.bits, unsigned, scales, group, zero, order)
 
     visible = dtype if scale_type == "F32" else scale_type
-    kept = None
-    if form.symmetric and "order" not in parts:
-        kept = symmetric_encoding(form.bits, columns if form.group < 1 else form.group, columns, scale_type)
-    return PackedWeight(name, visible, shape, parts, unpack, form.title, kept)
+    kept = dense = None
+    if "order" not in parts:
+        width = columns if form.group < 1 else form.group
+        kept, dense = integer_encodings(form.bits, width, columns, scale_type, symmetric=form.symmetric)
+    return PackedWeight(name, visible, shape, parts, unpack, form.title, kept, dense)
 
 
 def _fits(shape: tuple[int, ...], grid: tuple[int, ...], form: IntegerFormat) -> bool:

@@ -52,7 +52,9 @@ class PackedWeight:
         unpack: Makes the codes of one matrix from its parts. Raises ``ValueError`` with the reason if they
             contradict each other.
         title: The format, for people.
-        encoding: The encoding of :mod:`moechat.store.quantised.kept_rows` that keeps the values, if one does.
+        encoding: The encoding of :mod:`moechat.store.quantised.kept_rows` that keeps the values of experts,
+            if one does; :meth:`PackedTensors.encoded_rows` may refuse a value.
+        dense_encoding: The same for a dense matrix, of an encoding that holds all values.
         rows_first: Matrices are ``[rows, columns]`` even where the model's parameter is transposed.
     """
 
@@ -63,6 +65,7 @@ class PackedWeight:
     unpack: Callable[[Parts], Codes]
     title: str
     encoding: str | None = None
+    dense_encoding: str | None = None
     rows_first: bool = False
 
 
@@ -200,26 +203,45 @@ class PackedTensors(TensorSet):
         return None if weight is None else weight.encoding
 
     def dense_encoding(self, name: str) -> str | None:
-        """See :meth:`TensorSet.dense_encoding`; only reading shows whether rows fit an encoding."""
-        return None if name in self._weights else super().dense_encoding(name)
+        """See :meth:`TensorSet.dense_encoding`."""
+        weight = self._weights.get(name)
+        if weight is None:
+            return super().dense_encoding(name)
+        return weight.dense_encoding if len(weight.shape) == 2 else None
 
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
-        """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``. REQUIRES: it has one.
+        """The rows of a matrix of experts in :meth:`encoding`, ``uint8 [rows, bytes]``. REQUIRES: it has one.
 
         Raises:
             CheckpointError: Its parts contradict each other or the configuration, or the encoding cannot hold
                 a scale.
         """
-        weight, codes = self.weight(name), self.codes(name, expert)
+        weight = self.weight(name)
         assert weight is not None
-        assert weight.encoding is not None
+        return self._encoded(weight, weight.encoding, expert, "quantise the experts anew: --bits 4")
+
+    def dense_rows(self, name: str) -> NDArray[np.uint8]:
+        """See :meth:`TensorSet.dense_rows`.
+
+        Raises:
+            CheckpointError: Its parts contradict each other or the configuration.
+        """
+        weight = self.weight(name)
+        if weight is None:
+            return super().dense_rows(name)
+        hint = "config.json and tensors contradict each other: take both from the same repository"
+        return self._encoded(weight, weight.dense_encoding, None, hint)
+
+    def _encoded(
+        self, weight: PackedWeight, encoding: str | None, expert: int | None, hint: str
+    ) -> NDArray[np.uint8]:
+        assert encoding is not None
+        codes = self.codes(weight.name, expert)
         try:
-            return encoded_rows(codes, weight.encoding)
+            return encoded_rows(codes, encoding)
         except ValueError as problem:
-            raise CheckpointError(
-                f"{self._where_is(weight)} cannot be kept as it is: {problem}",
-                hint="quantise the experts anew: --bits 4",
-            ) from problem
+            where = self._where_is(weight)
+            raise CheckpointError(f"{where} cannot be kept as it is: {problem}", hint=hint) from problem
 
     def codes(self, name: str, expert: int | None = None) -> Codes:
         """The stored content of one quantised matrix, without loss.

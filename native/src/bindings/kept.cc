@@ -152,9 +152,9 @@ const char* table_name(CodeTable table) {
 }
 
 const char* words_name(ScaleWords words) {
-  constexpr const char* kNames[] = {"halves",  "mins",    "exponents", "signed2",
-                                    "signed4", "factors", "nibbles"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kNibbles) + 1, "a name each");
+  constexpr const char* kNames[] = {"halves",  "mins",    "exponents", "signed2", "signed4",
+                                    "factors", "nibbles", "floats",    "e4m3"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kE4m3) + 1, "a name each");
   return kNames[static_cast<int>(words)];
 }
 

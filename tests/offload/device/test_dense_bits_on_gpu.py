@@ -14,6 +14,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf_families import FAMILIES
 from gguf_family import gguf_tensors, random_model
 from gguf_writing import all_as, write_family
+from quantised_support import awq, write_pair, write_source
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
@@ -248,3 +249,21 @@ def test_weights_in_the_encoding_of_a_file_match_the_cpu(
         assert "model.embed_tokens" not in form.encodings
         # The GPU has the embedding rounded to float16.
         assert error_of(engine.logits(FEW), wanted) < 2e-3
+
+
+def test_dense_weights_of_quantised_checkpoints_are_kept(
+    gpu: Any, tmp_path: Path, moechat_home: Path
+) -> None:
+    packed, source = tmp_path / "packed", write_source(tmp_path / "source")
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    write_pair(source, packed, tmp_path / "decoded", awq(64), settings)
+    arguments: dict[str, Any] = {"bits": 4, "dense_bits": 16}
+    with moechat.load(packed, dtype="float32", activation_bits=32, ctx=64, **arguments) as engine:
+        wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]
+        layers = sorted(engine.loaded.form.encodings)
+    assert "model.layers.0.self_attn.q_proj" in layers
+    with load(packed, gpu, **arguments) as engine:
+        assert sorted(names_of(engine, DevicePackedLinear)) == layers
+        assert set(engine.loaded.form.encodings.values()) == {"int4"}
+        for tokens, expected in zip((FEW, PROMPT), wanted, strict=True):
+            assert error_of(engine.logits(tokens), expected) < TOLERANCE

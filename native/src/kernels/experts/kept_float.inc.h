@@ -1,5 +1,5 @@
-// Kernels for kept weights and float inputs: the values of a group, as in its GGUF file, then products in
-// fp32. Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
+// Kernels for kept weights and float inputs: the values of a group, as in its file, then products in fp32.
+// Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
 //
 // A sum is one chain over the columns: acc = fma(value, x, acc). Tokens share the values, not the chain.
 
@@ -26,7 +26,10 @@ void kept_values_of(Encoding encoding, const unsigned char* q, const KeptScales&
 __attribute__((noinline)) void kept_values(Encoding encoding, const unsigned char* q, const KeptScales& at,
                                            float* values) {
   const KeptForm form = kept_form(encoding);
-  if (form.table != CodeTable::kNone) return kept_values_of<Kept<4, true, 2>>(encoding, q, at, values);
+  if (form.table != CodeTable::kNone) {
+    return form.subs == 4 ? kept_values_of<Kept<4, true, 4>>(encoding, q, at, values)
+                          : kept_values_of<Kept<4, true, 2>>(encoding, q, at, values);
+  }
   switch (form.code_bits) {
     case 2:
       return kept_values_of<Kept<2, false, 4>>(encoding, q, at, values);

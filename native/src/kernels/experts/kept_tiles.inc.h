@@ -1,6 +1,6 @@
-// Rearranges rows of GGUF files into kept tiles: 16 rows of 64 columns at a time, a lane for each row. Gives
-// the bytes of read_file_group and put_kept_row in layout/gguf_blocks.h, where the formats are read one row
-// at a time. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
+// Rearranges encoded rows of files into kept tiles: 16 rows of 64 columns at a time, a lane for each row.
+// Gives the bytes of read_file_group and put_kept_row in layout/gguf_blocks.h, where the formats are read one
+// row at a time. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
 
 // A group of 16 rows. Byte k of codes[d] is the code of column 4d + k; the bits of `super` above those that
 // are stored do not matter.
@@ -102,6 +102,50 @@ MOECHAT_INLINE void read_pair(const LaneRows& rows, LaneGroup* to, VecI* bad) {
       nibbles16(bytes, codes);
       if constexpr (kHighBytes > 0) add_fifth_bits(rows.dword(at), codes);
     }
+  }
+}
+
+// Sets the top bit of `bad` whose fp32 value in `floats` is not finite.
+MOECHAT_INLINE void note_not_finite_float(VecI floats, VecI* bad) {
+  *bad = ori(*bad, addi(andi(floats, seti(0x7f800000u)), seti(0x00800000u)));
+}
+
+// Runs of 32 codes behind `floats` words: a word for a run, or one for both.
+template <Encoding kEncoding>
+MOECHAT_INLINE void read_integers(const LaneRows& rows, LaneGroup* to, VecI* bad) {
+  constexpr KeptForm kForm = kept_form(kEncoding);
+  constexpr bool kShared = kForm.file_columns == kGroupColumns;
+  constexpr int kRunBytes = 32 * kForm.code_bits / 8;
+  to->word = rows.dword(0);
+  note_not_finite_float(to->word, bad);
+  to->super = kShared ? seti(0) : rows.dword(kForm.file_bytes);
+  note_not_finite_float(to->super, bad);
+  MOECHAT_UNROLL
+  for (int run = 0; run < 2; ++run) {
+    const std::int64_t at = 4 + run * (kShared ? kRunBytes : kForm.file_bytes);
+    VecI bytes[kRunBytes / 4];
+    rows.dwords(at, bytes);
+    if constexpr (kForm.code_bits == 8) {
+      for (int d = 0; d < 8; ++d) to->codes[8 * run + d] = bytes[d];
+    } else {
+      nibbles16(bytes, to->codes + 8 * run);
+    }
+  }
+}
+
+// A block of 64 columns.
+MOECHAT_INLINE void read_nvfp4(const LaneRows& rows, LaneGroup* to, VecI* bad) {
+  to->super = as_int(mul(as_float(rows.dword(0)), set1(kE4m3Shift)));
+  note_not_finite_float(to->super, bad);
+  to->word = rows.dword(4);
+  // Patterns of 127 stand for no number.
+  const VecI above = addi(andi(to->word, seti(0x7f7f7f7fu)), seti(0x01010101u));
+  *bad = ori(*bad, ori(above, shl(above, 8)));
+  MOECHAT_UNROLL
+  for (int run = 0; run < 2; ++run) {
+    VecI bytes[4];
+    rows.dwords(8 + 16 * run, bytes);
+    nibbles16(bytes, to->codes + 8 * run);
   }
 }
 
@@ -230,6 +274,11 @@ bool pack_kept_of(const KeptRows& from, const KeptPlaces& to) {
     if constexpr (kForm.file_columns == kGroupColumns * kSuperGroups) {
       const LaneRows rows{from.rows + g / kSuperGroups * kForm.file_bytes, from.row_stride};
       read_quarter<kEncoding>(rows, static_cast<int>(g % kSuperGroups), &read, &bad);
+    } else if constexpr (kForm.words == ScaleWords::kFloats) {
+      constexpr int kBlocks = kGroupColumns / kForm.file_columns;
+      read_integers<kEncoding>({from.rows + kBlocks * g * kForm.file_bytes, from.row_stride}, &read, &bad);
+    } else if constexpr (kForm.words == ScaleWords::kE4m3) {
+      read_nvfp4({from.rows + g * kForm.file_bytes, from.row_stride}, &read, &bad);
     } else {
       read_pair<kEncoding>({from.rows + 2 * g * kForm.file_bytes, from.row_stride}, &read, &bad);
     }
@@ -274,6 +323,16 @@ bool pack_kept_rows(Encoding encoding, const KeptRows& from, const KeptPlaces& t
       return pack_kept_of<Encoding::kIq4Nl>(from, to);
     case Encoding::kIq4Xs:
       return pack_kept_of<Encoding::kIq4Xs>(from, to);
+    case Encoding::kInt4:
+      return pack_kept_of<Encoding::kInt4>(from, to);
+    case Encoding::kInt4By32:
+      return pack_kept_of<Encoding::kInt4By32>(from, to);
+    case Encoding::kInt8:
+      return pack_kept_of<Encoding::kInt8>(from, to);
+    case Encoding::kInt8By32:
+      return pack_kept_of<Encoding::kInt8By32>(from, to);
+    case Encoding::kNvfp4:
+      return pack_kept_of<Encoding::kNvfp4>(from, to);
     default:
       return pack_kept_of<Encoding::kMxfp4>(from, to);
   }

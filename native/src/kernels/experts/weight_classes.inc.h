@@ -130,7 +130,20 @@ MOECHAT_INLINE SubScales<W::kSubs> read_scales(Encoding encoding, const KeptScal
   SubScales<W::kSubs> scales;
   const VecI words = loadi(at.words);
   const float zero_code = static_cast<float>(kept_form(encoding).zero);
-  if constexpr (W::kSubs == 4 && W::kBits == 2) {
+  if constexpr (W::kSubs == 4 && W::kTabled) {
+    const Vec scale = as_float(loadi(at.super));
+    for (int s = 0; s < 2; ++s) {
+      // Patterns of e4m3 in bytes s and s + 2, as fp16.
+      const VecI bytes = s == 0 ? words : shr(words, 8);
+      const VecI magnitudes = shl(andi(bytes, seti(0x007f007fu)), 7);
+      const VecI halves = ori(magnitudes, shl(andi(bytes, seti(0x00800080u)), 8));
+      Vec low, high;
+      split_fp16(halves, &low, &high);
+      scales.step[s] = mul(scale, low);
+      scales.step[s + 2] = mul(scale, high);
+    }
+    set_zeros(scales, zero_code);
+  } else if constexpr (W::kSubs == 4 && W::kBits == 2) {
     Vec d, least;
     split_fp16(loadi(at.super), &d, &least);
     for (int s = 0; s < 4; ++s) {
@@ -169,6 +182,15 @@ MOECHAT_INLINE SubScales<W::kSubs> read_scales(Encoding encoding, const KeptScal
         set_zeros(scales, zero_code);
         break;
       }
+      case ScaleWords::kFloats: {
+        const VecI second = kept_form(encoding).super_halves > 0 ? loadi(at.super) : words;
+        for (int s = 0; s < 2; ++s) {
+          const VecI of_sub = s == 0 ? words : second;
+          scales.step[s] = as_float(andi(of_sub, seti(~0xffu)));
+          scales.min[s] = mul(scales.step[s], unsigned_bits(of_sub, 0, 8));
+        }
+        break;
+      }
       default:
         split_fp16(words, &scales.step[0], &scales.step[1]);
         set_zeros(scales, zero_code);
@@ -199,6 +221,10 @@ MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
   {                                                                       \
     const KeptForm form_of_weights = kept_form(encoding);                 \
     if (form_of_weights.table != CodeTable::kNone) {                      \
+      if (form_of_weights.subs == 4) {                                    \
+        using Class = Kept<4, true, 4>;                                   \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
+      }                                                                   \
       using Class = Kept<4, true, 2>;                                     \
       MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);   \
     }                                                                     \

@@ -46,9 +46,10 @@
 // Padding neurons and rows have q 0, offset 0 (8 bits: scale 1, zero 0) and are exactly 0; padding columns
 // inside a group of real columns have q 0 and are only multiplied by x = 0.
 //
-// Kept encodings hold the values of a GGUF file, see kept_encodings.h. Their q fields are planes, their sz
-// fields have the scales of the sub-blocks of every row, and some have a third field after those, super, with
-// the scales of blocks of 256 columns. Gate and up have one encoding, down has one of its own:
+// Kept encodings hold the values of a GGUF file or of a quantised checkpoint, see kept_encodings.h. Their q
+// fields are planes, their sz fields have the scales of the sub-blocks of every row, and some have a third
+// field after those, super, with the scales of blocks of 256 columns. Gate and up have one encoding, down has
+// one of its own:
 //
 //   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.super | up.super | down.super | biases
 //
@@ -101,7 +102,12 @@ enum class Encoding : int {
   kQ6K,
   kIq4Nl,
   kIq4Xs,
-  kMxfp4
+  kMxfp4,
+  kInt4,
+  kInt4By32,
+  kInt8,
+  kInt8By32,
+  kNvfp4
 };
 
 // REQUIRES: 2, 3, 4 or 8 bits.

@@ -69,6 +69,49 @@ bool read_half_blocks(Encoding encoding, const unsigned char* row, std::int64_t 
   return fine;
 }
 
+bool is_finite_word(std::uint32_t word) { return (word & 0x7f800000u) != 0x7f800000u; }
+
+// Runs of 32 codes behind `floats` words: a word for a run, or one for both runs of a group.
+bool read_integers(const KeptForm& form, const unsigned char* row, std::int64_t columns, std::int64_t group,
+                   FileGroup* to) {
+  const int run_bytes = kBlock32 * form.code_bits / 8;
+  const bool shared = form.file_columns == kGroupColumns;
+  const int runs = columns - group * kGroupColumns > kBlock32 ? 2 : 1;
+  bool fine = true;
+  for (int run = 0; run < runs; ++run) {
+    const unsigned char* block = row + (shared ? group : 2 * group + run) * form.file_bytes;
+    const unsigned char* from = block + 4 + (shared ? run * run_bytes : 0);
+    unsigned char* codes = to->codes + run * kBlock32;
+    if (form.code_bits == 8) {
+      std::memcpy(codes, from, kBlock32);
+    } else {
+      read_nibbles16(from, codes);
+    }
+    const std::uint32_t word = load_word(block);
+    fine = fine && is_finite_word(word);
+    if (run == 0) {
+      to->word = word;
+    } else if (!shared) {
+      to->super[0] = static_cast<std::uint16_t>(word);
+      to->super[1] = static_cast<std::uint16_t>(word >> 16);
+    }
+  }
+  return fine;
+}
+
+// 64 columns of NVFP4.
+bool read_nvfp4(const unsigned char* block, FileGroup* to) {
+  const float scale = half::bits_to_float(load_word(block)) * kE4m3Shift;
+  const std::uint32_t bits = half::float_to_bits(scale);
+  to->super[0] = static_cast<std::uint16_t>(bits);
+  to->super[1] = static_cast<std::uint16_t>(bits >> 16);
+  to->word = load_word(block + 4);
+  bool fine = is_finite_word(bits);
+  for (int s = 0; s < 4; ++s) fine = fine && (block[4 + s] & 0x7fu) != 0x7fu;
+  for (int run = 0; run < 2; ++run) read_nibbles16(block + 8 + 16 * run, to->codes + kBlock32 * run);
+  return fine;
+}
+
 // Scale and min of sub-block j = 0..7 of Q4_K and Q5_K.
 void read_factors(const unsigned char* scales, int j, std::uint32_t* scale, std::uint32_t* min) {
   if (j < 4) {
@@ -210,6 +253,7 @@ Affine affine_of(const KeptForm& form, std::uint32_t word, const std::uint16_t (
   const auto zero = static_cast<float>(form.zero);
   const float d = half::from_fp16(super[0]);
   const float least = half::from_fp16(super[1]);
+  const std::uint32_t both = super[0] | static_cast<std::uint32_t>(super[1]) << 16;
   float step = 0.0f;
   switch (form.words) {
     case ScaleWords::kFactors:
@@ -230,6 +274,18 @@ Affine affine_of(const KeptForm& form, std::uint32_t word, const std::uint16_t (
     case ScaleWords::kSigned4:
       step = d * signed_byte(sub);
       break;
+    case ScaleWords::kFloats: {
+      const bool own = form.super_halves > 0 && sub > 0;
+      const std::uint32_t of_sub = own ? both : word;
+      step = half::bits_to_float(of_sub & ~0xffu);
+      return {step, step * static_cast<float>(of_sub & 0xffu)};
+    }
+    case ScaleWords::kE4m3: {
+      const std::uint32_t scale = byte(sub);
+      const std::uint32_t fp16 = (scale & 0x7fu) << 7 | (scale & 0x80u) << 8;
+      step = half::from_fp16(static_cast<std::uint16_t>(fp16)) * half::bits_to_float(both);
+      break;
+    }
   }
   return {step, step * zero};
 }
@@ -244,7 +300,10 @@ std::int64_t file_row_bytes(Encoding encoding, std::int64_t columns) {
 bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t columns, std::int64_t group,
                      FileGroup* to) {
   std::memset(to, 0, sizeof *to);
-  if (kept_form(encoding).file_columns == kBlock256) return read_quarter(encoding, row, group, to);
+  const KeptForm form = kept_form(encoding);
+  if (form.words == ScaleWords::kFloats) return read_integers(form, row, columns, group, to);
+  if (form.words == ScaleWords::kE4m3) return read_nvfp4(row + group * form.file_bytes, to);
+  if (form.file_columns == kBlock256) return read_quarter(encoding, row, group, to);
   return read_half_blocks(encoding, row, columns, group, to);
 }
 

@@ -1,5 +1,5 @@
-// Weights of GGUF files, 64 columns of a row at a time. The formats are llama.cpp's (ggml-common.h,
-// ggml-quants.c).
+// Rows of files in kept encodings, 64 columns at a time. The formats are llama.cpp's (ggml-common.h,
+// ggml-quants.c), and those of kept_encodings.h.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Kept encodings: weights with the values that a GGUF file gives them, rearranged for the kernels and not
-// quantised again. Also for files compiled for one instruction set.
+// Kept encodings: weights with the values that a GGUF file or a quantised checkpoint gives them, rearranged
+// for the kernels and not quantised again. Also for files compiled for one instruction set.
 //
 // Every encoding is affine in sub-blocks of 16 or 32 columns of a row: value = step * code - min, with step
 // and min in fp32 computed from the file's own scales. `min` includes the zero of encodings with signed
@@ -31,9 +31,22 @@
 //   signed4   signed s0, s1, s2, s3                      d        d * s          zero * step
 //   factors   unsigned s0, s1, m0, m1                    d, dmin  d * s          dmin * m
 //   nibbles   s in the low, m in the high half of bytes  d, dmin  d * s          dmin * m
+//   floats    d of both sub-blocks, its zero in byte 0   -        d              zero * d
+//   floats    the same of sub-block 0                    of 1     d              zero * d
+//   e4m3      e4m3 patterns of s0, s1, s2, s3            g        g * s          zero * step
 //
 // Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks
 // with exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
+//
+// `floats` are words that hold an fp32 number d with zeros in the last 8 bits of its mantissa, where bf16 and
+// fp16 have none, and there the code that means 0: integers of any checkpoint with such scales are exact. The
+// `g` of NVFP4 is one fp32 in the place of two fp16, the scale of the whole matrix times 128: values are
+// stored twice as large, and the kernels read e4m3 patterns as fp16, which makes them 256 times smaller.
+//
+// Rows of the last five encodings have blocks of their own, little-endian: INT4 and INT8 the word, then the
+// codes of 64 columns; INT4_32 and INT8_32 the same for 32 columns; NVFP4 the scale of the matrix as fp32,
+// four e4m3 scales and the codes of 64 columns. Codes of 4 bits are in pairs as in Q4_0: byte i of 16 has
+// columns i and i + 16 of 32.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +55,17 @@
 
 namespace moechat {
 
-enum class ScaleWords : int { kHalves, kMins, kExponents, kSigned2, kSigned4, kFactors, kNibbles };
+enum class ScaleWords : int {
+  kHalves,
+  kMins,
+  kExponents,
+  kSigned2,
+  kSigned4,
+  kFactors,
+  kNibbles,
+  kFloats,
+  kE4m3
+};
 
 // How codes become integers: as they are, or through a table of 16 values.
 enum class CodeTable : int { kNone, kIq4, kE2m1 };
@@ -53,22 +76,24 @@ struct KeptForm {
   int subs;  // sub-blocks of a group: 2 or 4
   ScaleWords words;
   int zero;
-  int super_halves;  // fp16 values of a row in the super field: 0, 1 or 2
+  int super_halves;  // fp16 values of a row in the super field: 0, 1 or 2; fp32 and words count as two
   int super_groups;  // groups that share them, in gate and up
-  int file_columns;  // of a block in a GGUF file
+  int file_columns;  // of a block in the rows of a file
   int file_bytes;
 };
 
-constexpr int kSuperGroups = 4;  // groups of a block of 256 columns
+constexpr int kSuperGroups = 4;       // groups of a block of 256 columns
+constexpr float kE4m3Shift = 128.0f;  // of the scale of a matrix of NVFP4
 
-constexpr int kKeptEncodings = 13;
+constexpr int kKeptEncodings = 18;
 
-// Names as in GGUF files, and those of the encodings that are not kept.
+// Names as in GGUF files where they have the encoding, and those of the encodings that are not kept.
 static constexpr const char* encoding_name(Encoding encoding) {
-  constexpr const char* kNames[] = {"2 bits", "3 bits", "4 bits", "8 bits", "bf16", "fp16", "q4_0",
-                                    "q4_1",   "q5_0",   "q5_1",   "q8_0",   "q2_k", "q3_k", "q4_k",
-                                    "q5_k",   "q6_k",   "iq4_nl", "iq4_xs", "mxfp4"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kMxfp4) + 1, "a name each");
+  constexpr const char* kNames[] = {"2 bits", "3 bits", "4 bits",  "8 bits", "bf16",    "fp16",
+                                    "q4_0",   "q4_1",   "q5_0",    "q5_1",   "q8_0",    "q2_k",
+                                    "q3_k",   "q4_k",   "q5_k",    "q6_k",   "iq4_nl",  "iq4_xs",
+                                    "mxfp4",  "int4",   "int4_32", "int8",   "int8_32", "nvfp4"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kNvfp4) + 1, "a name each");
   return kNames[static_cast<int>(encoding)];
 }
 
@@ -101,6 +126,16 @@ static constexpr KeptForm kept_form(Encoding encoding) {
       return {4, CodeTable::kIq4, 2, ScaleWords::kHalves, 127, 0, 1, 32, 18};
     case Encoding::kIq4Xs:
       return {4, CodeTable::kIq4, 2, ScaleWords::kSigned2, 127, 0, 1, 256, 136};
+    case Encoding::kInt4:
+      return {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 36};
+    case Encoding::kInt4By32:
+      return {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 20};
+    case Encoding::kInt8:
+      return {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 68};
+    case Encoding::kInt8By32:
+      return {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 36};
+    case Encoding::kNvfp4:
+      return {4, CodeTable::kE2m1, 4, ScaleWords::kE4m3, 12, 2, kSuperGroups, 64, 40};
     default:
       return {4, CodeTable::kE2m1, 2, ScaleWords::kExponents, 12, 0, 1, 32, 17};
   }
