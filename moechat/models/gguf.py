@@ -63,6 +63,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swiglu_clamp_exp": (),
     "swiglu_clamp_shexp": (),
 }
+VOCABULARY = "tokenizer.ggml.tokens"  # the metadata that has it
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
     architecture = ARCHITECTURES[name]
     config = _config(architecture, metadata)
     sources = _sources(architecture, metadata, config)
-    return GgufModel(config, _generation(metadata), sources, "tokenizer.ggml.tokens" in header.metadata)
+    return GgufModel(config, _generation(metadata), sources, VOCABULARY in header.metadata)
 
 
 def _config(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.hub.gguf_parts import gguf_parts
-from moechat.models.gguf import GgufModel, describe_gguf
+from moechat.models.gguf import VOCABULARY, GgufModel, describe_gguf
 from moechat.models.gguf_tokenizer import byte_level_tokenizer
 from moechat.models.quiet import without_warnings
 from moechat.store.checkpoint import Checkpoint
@@ -97,6 +97,18 @@ def all_parts(path: Path) -> list[Path]:
             hint="put all parts of the model into one directory",
         )
     return [path.parent / name for name in names]
+
+
+def has_vocabulary(path: Path) -> bool:
+    """Whether a GGUF model has a tokenizer; reads a header.
+
+    Args:
+        path: The file, or any part of a split model.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    return VOCABULARY in GgufFile.open(all_parts(path)[0]).header.metadata
 
 
 def gguf_fingerprint(files: Sequence[Path]) -> str:

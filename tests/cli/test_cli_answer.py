@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from cli_support import PATIENCE_S, Cli
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf_support import save_model, tensors_of, write_gguf
 
 from moechat.cli.terminal.consoles import neutralise
 
@@ -249,6 +251,18 @@ def test_a_model_without_a_chat_template_only_completes_texts(cli: Cli, model: s
         cli, str(bare), "hello", "--bits", "16", "--completion", "--max-tokens", "2", *GREEDY
     )
     assert len(answer["tokens"]) == 2
+
+
+def test_a_gguf_file_without_a_vocabulary_is_refused_before_it_is_converted(cli: Cli, tmp_path: Path) -> None:
+    config = save_model("olmoe", tmp_path / "source", num_hidden_layers=1)
+    write_gguf("olmoe", config, tensors_of(tmp_path / "source"), tmp_path / "m.gguf", lambda *_: Kind.Q8_0)
+    stores = list((cli.home / "data").glob("models/*"))
+    for options in ([], ["--completion"]):
+        result = cli.call("run", str(tmp_path / "m.gguf"), "hello", *options)
+        assert (result.status, result.out) == (2, b"")
+        assert "m.gguf has no tokenizer" in result.err
+        assert "convert" not in result.err
+    assert list((cli.home / "data").glob("models/*")) == stores
 
 
 def test_control_characters_of_the_model_are_escaped_on_a_terminal(cli: Cli, model: str) -> None:

@@ -194,7 +194,20 @@ def _load(options: RunOptions) -> Engine:
         import moechat
 
         import_engine()
+        _require_vocabulary(options)
         return moechat.load(options.model, **options.load_options.given, progress=progress)
+
+
+def _require_vocabulary(options: RunOptions) -> None:
+    """Refuse a GGUF file that texts cannot be encoded for, before it is converted."""
+    from moechat.models.gguf_source import has_vocabulary
+
+    ref = resolve(options.model, bits=options.bits)
+    if ref.checkpoint is not None and ref.checkpoint.is_file() and not has_vocabulary(ref.checkpoint):
+        raise UsageError(
+            f"{ref.checkpoint} has no tokenizer",
+            hint="take another file of this model, or its repository with safetensors files",
+        )
 
 
 def _describe(engine: Engine) -> None:
