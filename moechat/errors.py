@@ -8,6 +8,14 @@ and not cached, 6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 i
 
 from __future__ import annotations
 
+_FETCH_AGAIN = "fetch the model's files again, all from the same repository and version of the model"
+
+
+def one_line(error: object, most: int = 240) -> str:
+    """The beginning of an error's text in one line; those of libraries can be pages long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else f"{text[:most]}…"
+
 
 class MoechatWarning(RuntimeWarning):
     """Something runs slower or smaller than requested; the message is one sentence without a period."""
@@ -67,7 +75,15 @@ class UnsupportedModelError(MoechatError):
 
 
 class CheckpointError(UnsupportedModelError):
-    """A source checkpoint is malformed: bad header, missing tensor, wrong shape."""
+    """A source checkpoint is malformed: bad header, missing tensor, wrong shape.
+
+    Args:
+        message: See :class:`MoechatError`; it names the file, and the tensor if it is about one.
+        hint: The user's next step; ``None`` advises to fetch the files again.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint or _FETCH_AGAIN)
 
 
 class DoesNotFitError(MoechatError):

@@ -11,7 +11,7 @@ import torch
 from moechat import _native
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
-from moechat.errors import MoechatError, UnsupportedModelError
+from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
 from moechat.geometry import KEEP, ExpertGeometry
 from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
 from moechat.models.one_pass import OnePass
@@ -61,7 +61,7 @@ class TextCalibration:
             with torch_threads(_native.available_cores()):
                 one_pass.run(self.checkpoint.tensors, keys, ids, experts)
         except Exception as error:  # depends on the family
-            unsupported = isinstance(error, UnsupportedModelError)
+            unsupported = isinstance(error, UnsupportedModelError) and not isinstance(error, CheckpointError)
             if isinstance(error, OSError) or (isinstance(error, MoechatError) and not unsupported):
                 raise  # of files, or of the conversion, which would meet it again
             text = str(error) if unsupported else f"{type(error).__name__}: {error}"

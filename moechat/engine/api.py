@@ -35,6 +35,7 @@ from moechat.loading import LoadedModel, Progress, load_model, open_store, requi
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.quiet import no_more_warnings
 from moechat.models.sampling import SamplingSettings
+from moechat.offload.accelerator import require_gpu
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
@@ -84,6 +85,8 @@ def load(
     # A Path drops "./", after which it could be the name of the demo or of an alias.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     ref = resolve(name, bits=parsed.bits)
+    if parsed.gpu is not None and offload.accelerator is None:
+        require_gpu(parsed.gpu)  # before a conversion that may take long
     store = open_store(ref, parsed.bits, report, on_gpu=parsed.gpu is not None)
     engine = Engine(
         load_model(store, parsed, offload=offload, report=report),

@@ -31,6 +31,7 @@ from moechat.hub.leftovers import record_variant
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import ModelRef
 from moechat.loading.model import Progress, Report
+from moechat.models.assets import require_assets
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.files import called, explained
@@ -137,6 +138,7 @@ class Download:
             background.wait()
         checkpoint = checkpoint_from_headers(self._source, transfer.remote, self._selection, self._headers)
         plan = plan_checkpoint(checkpoint)
+        require_assets(checkpoint.path)
         shards = _HubShards(self._source, self._selection.shards, transfer)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
         calibration = None

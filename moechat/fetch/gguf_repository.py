@@ -30,6 +30,7 @@ from moechat.store.gguf_file import (
     require_decodable,
 )
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
+from moechat.store.mapped_file import place_of
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
 # Vocabularies take 1 to 10 MiB of a header; each further request doubles the size.
@@ -131,6 +132,10 @@ class GgufShard(Shard):
     def columns(self, name: str) -> tuple[int, int, int] | None:
         """See :class:`moechat.store.tensors.EncodedFile`."""
         return column_order(self._sources[name])
+
+    def place(self, name: str) -> str:
+        """See :class:`moechat.store.tensors.TensorFile`."""
+        return place_of(self.path, self._sources[name].tensor)
 
     def _whole(self, path: Path) -> GgufView:
         file = GgufFile.open(path)

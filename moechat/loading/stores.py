@@ -11,6 +11,7 @@ from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.library import record_use
 from moechat.hub.model_ref import ModelRef
 from moechat.loading.model import Progress, Report
+from moechat.models.assets import require_assets
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
 from moechat.store.checkpoint import Checkpoint
@@ -117,6 +118,7 @@ def _converted(
     checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report, on_gpu: bool
 ) -> Store:
     plan = plan_checkpoint(checkpoint)
+    require_assets(checkpoint.path)
     bits, lost = choose_bits(wanted, plan, on_gpu=on_gpu)
     destination = ref.library_path(user_paths().models, bits)
     if lost:

@@ -9,12 +9,22 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError
+from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError, one_line
 
 # Any of them is a tokenizer.
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"})
 # For models without a stated limit.
 _DEFAULT_CONTEXT = 4096
+
+
+def require_assets(directory: Path) -> None:
+    """Check, before a long conversion, that tokenizer and generation settings can be loaded where they exist.
+
+    Raises:
+        UnsupportedModelError: As :func:`load_tokenizer` and :func:`load_generation_config`.
+    """
+    load_generation_config(directory)
+    load_tokenizer(directory)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -28,7 +38,10 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise UnsupportedModelError(f"the tokenizer in {directory} cannot be used: {error}") from error
+        raise UnsupportedModelError(
+            f"the tokenizer in {directory} cannot be used: {type(error).__name__}: {one_line(error)}",
+            hint="fetch its files again (tokenizer.json, tokenizer_config.json), from the model's repository",
+        ) from error
 
 
 def load_generation_config(directory: Path) -> GenerationConfig | None:
@@ -44,7 +57,9 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
         settings = json.loads(path.read_text(encoding="utf-8"))
         return GenerationConfig(**settings)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError) as error:
-        raise UnsupportedModelError(f"{path.name} of the model cannot be read: {error}") from error
+        raise UnsupportedModelError(
+            f"{path} cannot be read: {one_line(error)}", hint="fetch it again, or remove it"
+        ) from error
 
 
 def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:

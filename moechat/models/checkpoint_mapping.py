@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import WeightType
+from moechat.models.checkpoint_checks import about_config, require_each_expert, require_no_further_layers
 from moechat.models.expert_tensors import named_experts, plan_named_layer
 from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
@@ -29,11 +30,13 @@ from moechat.store.kept import kept_encodings
 
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
 # Safetensors types that dense weights may have.
-READABLE_TYPES = {
+FLOAT_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+}
+READABLE_TYPES = FLOAT_TYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -128,12 +131,18 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(depth, int) and depth > len(checkpoint.keys()):
         raise CheckpointError(f"{checkpoint.title} has {len(checkpoint.keys())} tensors for {depth} layers")
-    skeleton = build_skeleton(config, torch.float32)
+    with about_config(checkpoint):
+        skeleton = build_skeleton(config, torch.float32)
+        experts_geometry(skeleton.experts, 16)
     expert_names = skeleton.expert_names
     named = named_experts(checkpoint.keys())
     targets, unused = map_keys(skeleton, checkpoint.keys() - named)
     linear = linear_experts(skeleton, unused, lambda key: next(iter(map_keys(skeleton, [key])[0]), None))
     dense = [target for name, target in targets.items() if name not in expert_names]
+    if isinstance(depth, int):
+        inside = f"{skeleton.layers_name}."
+        used = [key for name, target in targets.items() if name.startswith(inside) for key in target.keys]
+        require_no_further_layers(checkpoint, used, unused, depth)
 
     layers = tuple(
         plan_named_layer(entry, named, checkpoint)
@@ -191,13 +200,13 @@ def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Targe
     for target in targets:
         for key in target.keys:
             dtype, shape = checkpoint.info(key)
-            if dtype not in READABLE_TYPES:
-                raise _unreadable(checkpoint, key, dtype, "dense tensor", READABLE_TYPES)
+            readable = FLOAT_TYPES if skeleton.state[target.name].is_floating_point() else READABLE_TYPES
+            if dtype not in readable:
+                raise _unreadable(checkpoint, key, dtype, "the dense part", readable)
             wanted = tuple(skeleton.state[target.name].shape)
             if target.converter is None and tuple(shape) != wanted:
                 raise CheckpointError(
-                    f"{checkpoint.title}: {key} has shape {list(shape)}; "
-                    f"the configuration says {list(wanted)}"
+                    f"{checkpoint.place(key)} has shape {list(shape)}; the configuration says {list(wanted)}"
                 )
         if joins(target.converter):
             parts = {key: torch.empty(checkpoint.info(key)[1], device="meta") for key in target.keys}
@@ -269,12 +278,9 @@ def _matrix(
     if operations == ["Concatenate"] and both and all(len(keys) == 1 for keys in lists):
         # Gate and up of all experts in a tensor each.
         return MatrixRef(lists[part][0], expert, 0, 1, rows, transposed=entry.transposed)
-    for pattern, keys in zip(patterns, lists, strict=True):
-        if len(keys) != entry.num_experts:
-            raise CheckpointError(
-                f"{target.name} needs {entry.num_experts} tensors like {pattern!r}; "
-                f"the checkpoint has {len(keys)}"
-            )
+    if expert == 0:
+        for pattern, keys in zip(patterns, lists, strict=True):
+            require_each_expert(checkpoint, pattern, keys, entry.num_experts)
     if operations == ["MergeModulelist"] and len(patterns) == 1:
         return MatrixRef(lists[0][expert], None, start, step, rows, transposed=entry.transposed)
     if operations == ["MergeModulelist", "Concatenate"] and both:
@@ -320,11 +326,14 @@ def _weight_type(checkpoint: Checkpoint, layers: tuple[ExpertLayerSource, ...]) 
             for _, ref in expert.matrices:
                 kinds[checkpoint.info(ref.key)[0]] = ref.key
     if len(kinds) != 1:
-        found = ", ".join(f"{dtype} ({key})" for dtype, key in sorted(kinds.items()))
-        raise UnsupportedModelError(f"expert tensors have {len(kinds)} different types: {found}")
+        found = "; ".join(f"{checkpoint.place(key)} is {dtype}" for dtype, key in sorted(kinds.items()))
+        raise UnsupportedModelError(
+            f"experts have {len(kinds)} different types: {found}",
+            hint="take a version of the model whose experts all have one type",
+        )
     ((dtype, key),) = kinds.items()
     if dtype not in _WEIGHT_TYPES:
-        raise _unreadable(checkpoint, key, dtype, "expert tensor", _WEIGHT_TYPES)
+        raise _unreadable(checkpoint, key, dtype, "an expert", _WEIGHT_TYPES)
     return _WEIGHT_TYPES[dtype]
 
 
@@ -332,15 +341,15 @@ def _unreadable(
     checkpoint: Checkpoint, key: str, dtype: str, kind: str, readable: Iterable[str]
 ) -> UnsupportedModelError:
     """The error for a tensor whose element type is not read."""
-    where = checkpoint.tensors.file_of(key).path
+    place = checkpoint.place(key)
     if dtype.startswith("F8_"):
         return UnsupportedModelError(
-            f"{where}: {kind} {key!r} is {dtype}, and {checkpoint.path / 'config.json'} has no "
+            f"{place}, of {kind}, is {dtype}, and {checkpoint.path / 'config.json'} has no "
             "quantization_config that says how it is scaled",
             hint="take config.json and tensors from the same repository",
         )
     return UnsupportedModelError(
-        f"{where}: {kind} {key!r} has type {dtype}; moechat reads {', '.join(readable)}",
+        f"{place}, of {kind}, has type {dtype}; moechat reads {', '.join(readable)}",
         hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
     )
 

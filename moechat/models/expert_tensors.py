@@ -51,7 +51,7 @@ def plan_named_layer(
             rows = shapes[part][0] * (2 if key.endswith("gate_up.weight") else 1)
             if tuple(whole) != (rows, shapes[part][1]):
                 raise CheckpointError(
-                    f"{checkpoint.title}: {key} has shape {list(whole)}; the configuration says "
+                    f"{checkpoint.place(key)} has experts of shape {list(whole)}; the configuration says "
                     f"{[rows, shapes[part][1]]}"
                 )
             if entry.has_bias:

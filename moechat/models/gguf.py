@@ -16,9 +16,9 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.expert_tensors import expert_name
 from moechat.models.gguf_architectures import ARCHITECTURES
 from moechat.models.gguf_families.architecture import Architecture, Place, common_config
-from moechat.models.gguf_metadata import Metadata, without_float32_rounding
+from moechat.models.gguf_metadata import EMBEDDING, VOCABULARY, Metadata, without_float32_rounding
 from moechat.store.gguf_file import BF16, F16, I32, PLAIN, GgufSource
-from moechat.store.gguf_header import GgufHeader, GgufTensor
+from moechat.store.gguf_header import GgufArray, GgufHeader, GgufTensor
 
 # Without leading zeros, so that every layer and expert has one name.
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -63,7 +63,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swiglu_clamp_exp": (),
     "swiglu_clamp_shexp": (),
 }
-VOCABULARY = "tokenizer.ggml.tokens"  # the metadata that has it
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,14 @@ def _config(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
             f"{where} claims {experts} experts in each of {blocks} layers; moechat reads up to "
             f"{_MAX_EXPERTS} in a layer and {_MAX_TOTAL_EXPERTS} in all"
         )
-    embedding = tensors.get("token_embd.weight")
+    embedding = tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{where} has no matrix token_embd.weight")
+        raise CheckpointError(f"{where} has no matrix {EMBEDDING}")
+    words = metadata.plain(VOCABULARY)
+    if isinstance(words, GgufArray) and words.length > embedding.shape[0]:
+        raise CheckpointError(
+            f"{where}: {EMBEDDING} has {embedding.shape[0]} rows for {words.length} words in the vocabulary"
+        )
     config = {
         **common_config(metadata, architecture.epsilon),
         "dtype": "bfloat16" if embedding.kind == BF16 else "float16",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_header import GgufHeader
+
+EMBEDDING = "token_embd.weight"  # [words, hidden]
+VOCABULARY = "tokenizer.ggml.tokens"  # the metadata that has it
 
 
 class Metadata:
@@ -27,13 +31,13 @@ class Metadata:
         self._architecture = architecture
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number of the architecture.
+        """A positive, finite number of the architecture.
 
         Raises:
-            CheckpointError: It is missing without a default, or not a positive number.
+            CheckpointError: It is missing without a default, or not such a number.
         """
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._expected(key, value, "a positive number")
         return without_float32_rounding(value)
 
@@ -107,9 +111,11 @@ class Metadata:
         return [key.removeprefix(f"{self._architecture}.") for key in self._values if key.startswith(whole)]
 
     def token(self, key: str) -> int | None:
-        """Id of a special token; ``None`` if missing or invalid."""
+        """Id of a special token; ``None`` if missing or invalid, also if it has no row in the embedding."""
         value = self._values.get(f"tokenizer.ggml.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        embedding = self.header.tensors.get(EMBEDDING)
+        valid = type(value) is int and embedding is not None and 0 <= value < embedding.shape[0]
+        return value if valid else None
 
     def plain(self, key: str) -> Any:
         """A value by its full key."""
@@ -126,9 +132,9 @@ class Metadata:
         return self._values.get(f"{self._architecture}.{key}", default)
 
     def _expected(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.where}: {self._architecture}.{key} is {quoted(value)}; {wanted} is expected"
-        )
+        name = f"{self._architecture}.{key}"
+        found = f" lacks {name}" if value is None else f": {name} is {quoted(value)}"
+        return CheckpointError(f"{self.where}{found}; {wanted} is expected")
 
 
 def without_float32_rounding(value: int | float) -> int | float:

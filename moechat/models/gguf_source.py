@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.errors import CheckpointError, UnsupportedModelError, one_line
 from moechat.hub.gguf_parts import gguf_parts
-from moechat.models.gguf import VOCABULARY, GgufModel, describe_gguf
+from moechat.models.gguf import GgufModel, describe_gguf
+from moechat.models.gguf_metadata import VOCABULARY
 from moechat.models.gguf_tokenizer import byte_level_tokenizer
 from moechat.models.quiet import without_warnings
 from moechat.store.checkpoint import Checkpoint
@@ -197,6 +198,6 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
                 tokenizer.save_pretrained(str(directory))
         except Exception as problem:  # transformers raises many types for malformed vocabularies
             raise UnsupportedModelError(
-                f"transformers cannot rebuild the tokenizer of {file.name}: {str(problem)[:300]}",
+                f"transformers cannot rebuild the tokenizer of {file.name}: {one_line(problem)}",
                 hint="take the model's own repository, with safetensors files",
             ) from problem

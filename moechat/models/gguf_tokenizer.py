@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.errors import CheckpointError, UnsupportedModelError, one_line
 from moechat.models.gguf_metadata import quoted
 from moechat.models.gguf_splits import SPLITS, Splits
 from moechat.store.gguf_file import GgufFile
@@ -44,6 +44,9 @@ def byte_level_tokenizer(path: Path) -> Any | None:
     splits = _splits(metadata, path)
     arrays = read_arrays(path, {f"{_PREFIX}{name}" for name in ("tokens", "merges", "token_type")})
     words, merges, kinds = (arrays.get(f"{_PREFIX}{name}", []) for name in ("tokens", "merges", "token_type"))
+    for name, found in (("tokens", words), ("merges", merges)):
+        if not found or not isinstance(found[0], str):
+            raise CheckpointError(f"the vocabulary of {path} has no list of {name}: {_PREFIX}{name}")
     if kinds and len(kinds) != len(words):
         raise CheckpointError(f"{path} has {len(words)} words in its vocabulary and types of {len(kinds)}")
     pairs = [_pair(merge, path) for merge in merges]
@@ -51,7 +54,7 @@ def byte_level_tokenizer(path: Path) -> Any | None:
     try:
         model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splits.whole_words)
     except Exception as problem:  # the library raises plain exceptions
-        raise CheckpointError(f"the vocabulary of {path} is damaged: {str(problem)[:200]}") from problem
+        raise CheckpointError(f"the vocabulary of {path} is damaged: {one_line(problem)}") from problem
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -12,7 +12,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from moechat import _native
-from moechat.errors import UsageError
+from moechat.errors import MoechatError, UsageError
 
 # Below this temperature, dividing logits overflows float32, and the choice is greedy anyway.
 _GREEDY_BELOW = 1e-4
@@ -119,7 +119,7 @@ class Sampler:
             logits: ``[vocab]`` of the last position.
 
         Raises:
-            RuntimeError: The logits are not finite, so no token can be drawn.
+            MoechatError: The logits are not finite, so no token can be drawn.
         """
         scores = logits.detach().float()
         if self._penalty is not None:
@@ -127,13 +127,15 @@ class Sampler:
         values = scores.contiguous().numpy()
         if self._greedy:
             token = _native.largest_logit(values)
-            # With NaNs the native code returns -1; torch's argmax defines the choice then.
-            return token if token >= 0 else int(scores.argmax())
-        settings = self.settings
-        quantile = torch.rand((), dtype=torch.float64, generator=self._generator).item()
-        token = _native.sample(
-            values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, quantile
-        )
+        else:
+            settings = self.settings
+            quantile = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+            token = _native.sample(
+                values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, quantile
+            )
         if token < 0:
-            raise RuntimeError("the model's logits are not finite: no token can be drawn")
+            raise MoechatError(
+                "the model's logits are not finite: no token can be drawn",
+                hint="if it computes in float16, try --dtype float32; else fetch its files again",
+            )
         return token

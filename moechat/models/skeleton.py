@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageTextToText,
 )
 
-from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.errors import CheckpointError, UnsupportedModelError, one_line
 from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
@@ -34,6 +34,9 @@ from moechat.store.quantised.schemes import require_readable
 # Attribute of an experts module that holds the object that computes it.
 EXPERTS_RUNNER = "_moechat_layer"
 
+_COMPARE = (
+    "compare config.json with that of the model's repository; `moechat help models` lists the models that run"
+)
 # In transformers: the decoder in a model that also takes pictures or sound.
 _TEXT_PART = "language_model"
 
@@ -170,7 +173,9 @@ def load_config(directory: Path) -> Any:
         reason = f"its config.json is not understood: {_summary(error)}"
         if "trust_remote_code" in str(error):
             reason = "it needs custom code, which moechat never runs"
-        raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
+        raise UnsupportedModelError(
+            f"the model in {directory} cannot be used: {reason}", hint=_COMPARE
+        ) from error
     for part in (config, config.get_text_config()):
         quantisation = getattr(part, "quantization_config", None)
         if quantisation is not None:
@@ -200,7 +205,8 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
             )
     except Exception as error:  # depends on the family
         raise UnsupportedModelError(
-            f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}"
+            f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}",
+            hint=_COMPARE,
         ) from error
     _keep_text_part(model)
     adapt_experts(model, experts_implementation)
@@ -284,9 +290,9 @@ def _inputs_name(gated: bool) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """Type and first line of an error; transformers' messages can be pages long."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    """Type and beginning of an error in one line."""
+    text = one_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _no_experts(model: PreTrainedModel, model_type: str) -> UnsupportedModelError:

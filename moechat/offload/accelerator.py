@@ -70,6 +70,51 @@ def ordinal_of(name: str) -> int:
     return names.index(name) if name in names else 0
 
 
+def require_gpu(ordinal: int) -> torch.device:
+    """Check that a GPU can be used; it is not touched.
+
+    Args:
+        ordinal: Its index among the GPUs in ``CUDA_VISIBLE_DEVICES``.
+
+    Returns:
+        The device for torch.
+
+    Raises:
+        DeviceUnavailableError: There is no such GPU, driver or Triton; the message names it.
+    """
+    if not torch.cuda.is_available():
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        raise DeviceUnavailableError(
+            f"no CUDA GPU can be used: {why}",
+            hint="`moechat profile` shows what the driver reports; without --vram, --device cpu works",
+        )
+    if ordinal >= torch.cuda.device_count():
+        raise DeviceUnavailableError(
+            f"there is no GPU {ordinal}: torch finds {torch.cuda.device_count()}",
+            hint="CUDA_VISIBLE_DEVICES chooses among several",
+        )
+    device = torch.device("cuda", ordinal)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise DeviceUnavailableError(
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need 7.5 (Turing) or newer",
+            hint="without --vram, --device cpu works",
+        )
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"Triton, which builds the kernels, cannot be imported: {error}",
+            hint="pip install triton",
+        ) from error
+    try:
+        _native.cuda_driver_version()
+    except _native.CudaUnavailableError as error:
+        raise DeviceUnavailableError(str(error), hint="without --vram, --device cpu works") from error
+    return device
+
+
 class Accelerator:
     """One CUDA GPU, for one engine at a time.
 
@@ -95,36 +140,7 @@ class Accelerator:
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
-        if not torch.cuda.is_available():
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
-            raise DeviceUnavailableError(
-                f"no CUDA GPU can be used: {why}",
-                hint="`moechat profile` shows what the driver reports; without --vram, --device cpu works",
-            )
-        if ordinal >= torch.cuda.device_count():
-            raise DeviceUnavailableError(
-                f"there is no GPU {ordinal}: torch finds {torch.cuda.device_count()}",
-                hint="CUDA_VISIBLE_DEVICES chooses among several",
-            )
-        self.device = torch.device("cuda", ordinal)
-        capability = torch.cuda.get_device_capability(self.device)
-        if capability < LEAST_CAPABILITY:
-            raise DeviceUnavailableError(
-                f"{torch.cuda.get_device_name(self.device)} has compute capability "
-                f"{capability[0]}.{capability[1]}; the kernels need 7.5 (Turing) or newer",
-                hint="without --vram, --device cpu works",
-            )
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise DeviceUnavailableError(
-                f"Triton, which builds the kernels, cannot be imported: {error}",
-                hint="pip install triton",
-            ) from error
-        try:
-            _native.cuda_driver_version()
-        except _native.CudaUnavailableError as error:
-            raise DeviceUnavailableError(str(error), hint="without --vram, --device cpu works") from error
+        self.device = require_gpu(ordinal)
         if ordinal not in _CONTEXTS:
             _CONTEXTS[ordinal] = self._measure_context()
         self.context_bytes = _CONTEXTS[ordinal]

@@ -70,6 +70,14 @@ class Checkpoint:
         """
         return self.tensors.info(key)
 
+    def place(self, key: str) -> str:
+        """File and tensor, for messages; see :meth:`TensorSet.place`.
+
+        Raises:
+            CheckpointError: The tensor does not exist.
+        """
+        return self.tensors.place(key)
+
     def array(self, key: str) -> NDArray[Any]:
         """Read-only mapped view of one tensor, decoded if it is quantised; bf16 as ``uint16``.
 
@@ -85,14 +93,15 @@ class Checkpoint:
             CheckpointError: The tensor is missing, or the reference does not fit its shape.
             UnsupportedModelError: The tensor's element type is not supported for experts.
         """
-        dtype, shape = self.info(ref.key)
-        _require_float(ref.key, dtype)
-        rows, cols = _select(ref.key, shape, ref.expert, 2)
+        rows, cols = self._selected(ref.key, ref.expert, 2)
         if ref.transposed:
             rows, cols = cols, rows
         last = ref.taken.stop - 1
         if last >= rows:
-            raise CheckpointError(f"row {last} of {ref.key!r} is needed, it has {rows}")
+            raise CheckpointError(
+                f"{self.place(ref.key)} has matrices of {rows} rows, the configuration needs at least "
+                f"{last + 1}"
+            )
         return ref.rows, cols
 
     def matrix(self, ref: MatrixRef) -> NDArray[Any]:
@@ -150,12 +159,12 @@ class Checkpoint:
             CheckpointError: The tensor is missing, or the reference does not fit its shape.
             UnsupportedModelError: The tensor's element type is not a float.
         """
-        dtype, shape = self.info(ref.key)
-        _require_float(ref.key, dtype)
-        length = _select(ref.key, shape, ref.expert, 1)[0]
+        (length,) = self._selected(ref.key, ref.expert, 1)
         last = ref.taken.stop - 1
         if last >= length:
-            raise CheckpointError(f"element {last} of {ref.key!r} is needed, it has {length}")
+            raise CheckpointError(
+                f"{self.place(ref.key)} has {length} elements, the configuration needs at least {last + 1}"
+            )
         return ref.size
 
     def vector(self, ref: VectorRef) -> NDArray[np.float32]:
@@ -173,6 +182,27 @@ class Checkpoint:
         if self.info(ref.key)[0] == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values.astype(np.float32)
+
+    def _selected(self, key: str, expert: int | None, dimensions: int) -> tuple[int, ...]:
+        """Shape of a float tensor, or of one expert in it; it must have ``dimensions`` dimensions."""
+        dtype, shape = self.info(key)
+        if dtype not in _FLOAT_DTYPES:
+            raise UnsupportedModelError(
+                f"{self.place(key)} is {dtype}; experts are read from {', '.join(_FLOAT_DTYPES)}",
+                hint="take the bf16 or fp16 version of this model",
+            )
+        wanted = dimensions + (expert is not None)
+        if len(shape) != wanted:
+            raise CheckpointError(
+                f"{self.place(key)} has shape {list(shape)}; {wanted} dimensions are expected"
+            )
+        if expert is None:
+            return shape
+        if expert >= shape[0]:
+            raise CheckpointError(
+                f"{self.place(key)} has {shape[0]} experts, the configuration needs at least {expert + 1}"
+            )
+        return shape[1:]
 
     def release(self, expert: ExpertRef) -> None:
         """Drop the mapped pages of one expert from this process; the page cache keeps them."""
@@ -224,23 +254,3 @@ class Checkpoint:
                 f"{self.path} has changed: {problem.filename}: {problem.strerror}"
             ) from problem
         return digest.hexdigest()
-
-
-def _select(key: str, shape: tuple[int, ...], expert: int | None, dimensions: int) -> tuple[int, ...]:
-    """Shape of ``tensor`` or ``tensor[expert]``; it must have ``dimensions`` dimensions."""
-    wanted = dimensions + (expert is not None)
-    if len(shape) != wanted:
-        raise CheckpointError(f"tensor {key!r} has shape {list(shape)}; {wanted} dimensions are expected")
-    if expert is None:
-        return shape
-    if expert >= shape[0]:
-        raise CheckpointError(f"expert {expert} of {key!r} is needed, it has {shape[0]}")
-    return shape[1:]
-
-
-def _require_float(key: str, dtype: str) -> None:
-    if dtype not in _FLOAT_DTYPES:
-        raise UnsupportedModelError(
-            f"tensor {key!r} is {dtype}; experts are read from {', '.join(_FLOAT_DTYPES)}",
-            hint="take the bf16 or fp16 version of this model",
-        )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.mapped_file import access_hint
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.tensors import TensorFile, TensorSet
 
@@ -18,6 +20,8 @@ MAX_JSON_BYTES = 32 << 20
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_NAME = 255  # bytes of a file name
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -58,6 +62,12 @@ def read_index(directory: Path) -> dict[str, str]:
         if not isinstance(shard, str) or not shard:
             raise CheckpointError(f"{path}: the file of tensor {key[:200]!r} is not a name")
         parts = PurePosixPath(shard)
+        if any(
+            len(part.encode("utf-8", "surrogatepass")) > _MAX_NAME for part in parts.parts
+        ) or _SURROGATE.search(shard):
+            raise CheckpointError(
+                f"{path}: the file of tensor {key[:200]!r} has an impossible name: {shard[:80]!r}"
+            )
         if parts.is_absolute() or ".." in parts.parts or "\0" in shard or "\\" in shard:
             raise CheckpointError(f"{path} points outside of its directory: {shard[:200]!r}")
         if _is_pickle(shard):
@@ -132,7 +142,9 @@ def _read_limited(path: Path) -> bytes:
             f"{path.parent} has no {path.name}", hint="a checkpoint is a directory as transformers saves it"
         ) from None
     except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem.strerror}") from problem
+        raise CheckpointError(
+            f"{path} cannot be read: {problem.strerror}", hint=access_hint(problem)
+        ) from problem
 
 
 def _is_pickle(name: str) -> bool:

@@ -26,6 +26,7 @@ _COPY_CHUNK = 8 << 20
 # One thread hashes a file, which limits how fast it is written; and there is more to do while one is synced.
 _FILES_AT_ONCE = 4
 _EXPERTS_AT_ONCE_BYTES = 512 << 20
+_DAMAGED = "download or copy the file again"
 
 
 class Report:
@@ -213,16 +214,23 @@ class Conversion:
                 else:
                     pack(number, matrices, self._biases(expert), buffer)
             except ValueError as problem:
-                raise CheckpointError(
-                    f"expert {number} of layer {planned.source.layer} ({expert.gate.key}) cannot be "
-                    f"{'read' if pack is None else 'quantised'}: {problem}"
-                ) from problem
+                raise self._damaged(expert, number, str(problem)) from problem
             if matrices is not None:
                 self._note_loss(expert, matrices, buffer)
             write(buffer)
             self._checkpoint.release(expert)
             detail = f"layer {planned.source.layer}, expert {number + 1} of {count}"
             advance(buffer.nbytes, "experts", detail)
+
+    def _damaged(self, expert: ExpertRef, number: int, problem: str) -> CheckpointError:
+        """The error for an expert that cannot be packed; the problem begins with the name of the matrix."""
+        name = problem.split(" ", 1)[0]
+        matrix = dict(expert.matrices).get(name, expert.gate)
+        return CheckpointError(
+            f"{self._checkpoint.place(matrix.key)} is damaged, or cannot be stored with "
+            f"{self._outline.geometry.title}: expert {number}, {problem}",
+            hint=_DAMAGED,
+        )
 
     def _note_loss(self, expert: ExpertRef, matrices: Matrices, record: NDArray[np.uint8]) -> None:
         """Report once how much a second quantisation changes the weights."""

@@ -38,6 +38,9 @@ _USUAL = "F16"
 _VISIBLE = (_USUAL, "BF16")
 _CHUNK_BYTES = 8 << 20
 _PIECE_WEIGHTS = 1 << 22  # decoded to float32 at a time
+_DAMAGED = "download or copy the file again"
+# Type of the words, and the bits of the exponent: all of them are set where a value is not finite.
+_EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 _FP16_MAX = 65504.0
 _BF16_LIMIT = float.fromhex("0x1.ffp+127")  # the least magnitude that is rounded to infinity
 
@@ -59,6 +62,10 @@ class EncodedSource(Protocol):
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor in its visible type."""
+        ...
+
+    def place(self, name: str) -> str:
+        """File and tensor, for messages."""
         ...
 
 
@@ -91,11 +98,16 @@ def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]
     """The bytes of a tensor as it is stored, in pieces of at most 8 MiB.
 
     Raises:
-        CheckpointError: A scale is not finite.
+        CheckpointError: A scale, or a number that is not quantised, is not finite.
         MoechatError: The tensor cannot be read.
     """
     if planned.encoding is None:
-        yield from source.chunks(planned.name)
+        for data in source.chunks(planned.name):
+            if not all_finite(data, planned.dtype):
+                raise CheckpointError(
+                    f"{source.place(planned.name)} has values that are not finite", hint=_DAMAGED
+                )
+            yield data
         return
     rows = source.dense_rows(planned.name)
     step = max(1, _CHUNK_BYTES // max(1, rows.shape[1]))
@@ -105,10 +117,26 @@ def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]
             _native.check_file_rows(planned.encoding, part)
         except ValueError as problem:
             raise CheckpointError(
-                f"{planned.name} cannot be read: from row {first} on, its {problem}",
-                hint="download or copy the file again",
+                f"{source.place(planned.name)} is damaged: counted from row {first}, the "
+                f"{str(problem).removeprefix('rows ')}",
+                hint=_DAMAGED,
             ) from problem
         yield part
+
+
+def all_finite(data: bytes, dtype: str) -> bool:
+    """Whether no number is infinite or NaN; true for types other than ``BF16``, ``F16`` and ``F32``.
+
+    Args:
+        data: Whole elements.
+        dtype: Their safetensors type.
+    """
+    if dtype not in _EXPONENTS:
+        return True
+    kind, mask = _EXPONENTS[dtype]
+    words = np.frombuffer(data, kind)
+    # The largest exponent, without a temporary array of booleans.
+    return int((words & words.dtype.type(mask)).max(initial=0)) != mask
 
 
 def encodings_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) -> bytes:

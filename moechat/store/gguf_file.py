@@ -23,7 +23,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.encoded_file import decoded_halves, require_halves
 from moechat.store.gguf_changes import Change, Ungroup
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
-from moechat.store.mapped_file import MappedFile, opened_regular
+from moechat.store.mapped_file import MappedFile, opened_regular, place_of
 from moechat.store.safetensors_file import TensorEntry
 
 F32, F16, I32, BF16 = 0, 1, 26, 30
@@ -118,6 +118,10 @@ class GgufView:
     def is_current(self) -> bool:
         """See :meth:`GgufFile.is_current`."""
         return self._file.is_current()
+
+    def place(self, name: str) -> str:
+        """See :class:`moechat.store.tensors.TensorFile`."""
+        return place_of(self.path, self._sources[name].tensor)
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor: a view of the file for floats, else decoded.

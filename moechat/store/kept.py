@@ -35,8 +35,9 @@ def kept_encodings(
         every = set().union(*names.values())
         quantised = quantised or every != {None}
         if None in every:
-            key = layer.experts[0].gate.key
-            return (), f"layer {layer.layer} has experts of another type ({key})" if quantised else ""
+            refs = (ref for expert in layer.experts for _, ref in expert.matrices)
+            other = next(ref.key for ref in refs if checkpoint.encoding(ref) is None)
+            return (), f"{checkpoint.place(other)} has another type" if quantised else ""
         inputs = "gate and up" if names["up"] else "up"  # without a gate projection
         for name, kinds in ((inputs, names["gate"] | names["up"]), ("down", names["down"])):
             if len(kinds) > 1:

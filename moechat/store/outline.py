@@ -145,22 +145,27 @@ def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRe
         shape = checkpoint.matrix_shape(ref)
         if shape != expected[name]:
             raise CheckpointError(
-                f"the {name} matrix in {ref.key!r} is {list(shape)}; {list(expected[name])} is expected"
+                f"{checkpoint.place(ref.key)} has a {name} matrix {list(shape)}; the configuration says "
+                f"{list(expected[name])}"
             )
         dtype = checkpoint.info(ref.key)[0]
         # 16-bit values are copied bit by bit, so another type would be misread or silently rounded.
         if bits == 16 and dtype != _SOURCE_DTYPE[plan.weight_type]:
             raise UnsupportedModelError(
-                f"tensor {ref.key!r} is {dtype}, other experts are {_SOURCE_DTYPE[plan.weight_type]}",
+                f"{checkpoint.place(ref.key)} is {dtype}, other experts are "
+                f"{_SOURCE_DTYPE[plan.weight_type]}",
                 hint="convert it with 8 bits or fewer",
             )
     for name, vector in expert.biases:
         if (vector is not None) != plan.experts.has_bias:
             found = "has" if vector is not None else "lacks"
-            raise CheckpointError(f"an expert with {expert.gate.key!r} {found} the {name} bias")
+            raise CheckpointError(
+                f"the expert with {checkpoint.place(expert.gate.key)} {found} the {name} bias"
+            )
         if vector is not None and checkpoint.vector_size(vector) != expected[name][0]:
             raise CheckpointError(
-                f"the {name} bias in {vector.key!r} has {vector.size} elements, not {expected[name][0]}"
+                f"{checkpoint.place(vector.key)} has a {name} bias of {vector.size} elements, not "
+                f"{expected[name][0]}"
             )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
-from moechat.store.mapped_file import MappedFile, opened_regular
+from moechat.store.mapped_file import MappedFile, opened_regular, other_kind
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 32
@@ -302,7 +302,10 @@ def _read_header(
 ) -> tuple[bytes, int]:
     if file_bytes < 10:
         raise error(f"{where} is damaged: {file_bytes} bytes are too few for a header")
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    beginning = os.pread(descriptor, 64, 0)
+    if kind := other_kind(beginning):
+        raise error(f"{where} is {kind}")
+    length = int.from_bytes(beginning[:8], "little")
     if length > file_bytes - 8:
         raise error(f"{where} is damaged: its header claims {length} bytes, the file has {file_bytes}")
     if length > MAX_HEADER_BYTES:

@@ -15,6 +15,7 @@ from moechat.errors import CheckpointError
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.encoded_file import EncodedSafetensors
+from moechat.store.mapped_file import place_of
 from moechat.store.safetensors_file import SafetensorsFile, TensorEntry, parse_header
 from moechat.store.tensors import EncodedFile, TensorFile
 
@@ -85,6 +86,10 @@ class Shard:
     def is_current(self) -> bool:
         """Whether the file is still the one that was opened."""
         return self._file is None or self._file.is_current()
+
+    def place(self, name: str) -> str:
+        """See :class:`moechat.store.tensors.TensorFile`; known without the file."""
+        return place_of(self.path, name)
 
     def array(self, name: str) -> NDArray[Any]:
         """See :meth:`TensorFile.array`."""

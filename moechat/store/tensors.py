@@ -24,6 +24,9 @@ class TensorFile(Protocol):
     def array(self, name: str) -> NDArray[Any]: ...
     def chunks(self, name: str) -> Iterator[bytes]: ...
     def release(self, start: int, end: int) -> None: ...
+    def place(self, name: str) -> str:
+        """File and tensor, for messages; see :func:`moechat.store.mapped_file.place_of`."""
+        ...
 
 
 @runtime_checkable
@@ -198,6 +201,14 @@ class TensorSet:
             MoechatError: Of class ``error``; the tensor does not exist.
         """
         return self._file(name)
+
+    def place(self, name: str) -> str:
+        """File and tensor, for messages; see :func:`moechat.store.mapped_file.place_of`.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        return self._file(name).place(name)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of one tensor in pieces of at most 8 MiB.

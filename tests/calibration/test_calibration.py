@@ -224,12 +224,10 @@ def test_the_notice_reaches_the_user(tmp_path: Path) -> None:
     """Loading a checkpoint converts it; the line is not lost behind the progress."""
     source = tmp_path / "source"
     tiny.write_tiny_checkpoint(source, tiny.tiny_config("mixtral", 0))
-    (source / "tokenizer.json").write_text("{")
+    tiny.write_byte_tokenizer(source)  # of more words than the model has embeddings
     command = [sys.executable, "-m", "moechat", "run", str(source), "hi", "--max-tokens", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 3
-    assert "experts are quantised without calibration: the tokenizer in " in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: the tokenizer in ")
+    assert "experts are quantised without calibration: the tokenizer does not fit the model's" in done.stderr
 
 
 def test_weights_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path) -> None:
@@ -239,7 +237,7 @@ def test_weights_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path)
         model.model.layers[1].mlp.experts.gate_up_proj[2, 5, 7] = float("nan")
     model.save_pretrained(source)
     tiny.write_byte_tokenizer(source)
-    with pytest.raises(CheckpointError, match=r"expert 2 of layer 1 .* gate .* row 5, column 7"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\..*expert 2, gate .* row 5, column 7"):
         converted(source, tmp_path / "store")
 
 

@@ -117,9 +117,13 @@ def test_a_missing_tensor_is_named(tmp_path: Path, model: Model, tensor: str, me
         (
             GLM,
             {"expert_feed_forward_length": 128},
-            r"experts\.1\.0\.gate\.weight has shape \[256, 256\].*\[128",
+            r"m\.gguf: tensor 'blk\.1\.ffn_gate_exps\.weight' .* \[256, 256\].*\[128",
         ),
-        (GLM, {"attention.head_count_kv": 4}, r"k_proj\.bias has shape \[128\].*says \[256\]"),
+        (
+            GLM,
+            {"attention.head_count_kv": 4},
+            r"m\.gguf: tensor 'blk\.0\.attn_k\.bias' has shape \[128\].*says \[256\]",
+        ),
         (GLM, {"leading_dense_block_count": 0}, "lacks the weight 'gate' of expert 0 in layer 0"),
         (GLM, {"nextn_predict_layers": 2}, "claims 2 layers for prediction of 2"),
         (GLM, {"expert_weights_norm": "yes"}, "expert_weights_norm is 'yes'; true or false is expected"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,10 @@ def test_other_packings_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("model.layers.1.block_sparse_moe.experts.2.w3.weight", "needs 4 tensors .* the checkpoint has 3"),
+        (
+            "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+            r"lacks 1 of 4 tensors .*first 'model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight'",
+        ),
         ("model.norm.weight", r"lacks 1 tensors of the model, first 'model\.norm\.weight'"),
     ],
 )
@@ -201,6 +205,64 @@ def test_tensors_that_the_model_does_not_use_are_left_out(tmp_path: Path) -> Non
     tensors["model.layers.9.mtp.weight"] = torch.zeros(4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.9.mtp.weight" not in plan(tmp_path).dense_keys
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_configuration_with_fewer_layers_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, num_hidden_layers=1)
+    message = r"safetensors: tensor 'model\.layers\.1\..*' belongs to layer 1 .*config\.json says 1 layers"
+    with pytest.raises(CheckpointError, match=message):
+        plan(tmp_path)
+    # A layer that only predicts further tokens has tensors of its own, and is left out.
+    edit_tensors(
+        tmp_path, lambda tensors: tensors.update({"model.layers.1.eh_proj.weight": torch.zeros(64, 128)})
+    )
+    assert not [key for key in plan(tmp_path).dense_keys if "layers.1." in key]
+
+
+def test_experts_with_other_numbers_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    key = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({key.format(9): tensors.pop(key.format(2))}))
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 4 tensors .*experts\.2\.w1\.weight"):
+        plan(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({key.format(2): tensors[key.format(9)].clone()}))
+    with pytest.raises(CheckpointError, match=r"experts\.9\.w1.* expert 9 \(from 0\), .* says 4 experts"):
+        plan(tmp_path)
+
+
+def test_whole_numbers_as_dense_weights_are_refused(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    key = "model.layers.0.self_attn.q_proj.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({key: tensors[key].to(torch.int8)}))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"safetensors: tensor '{key}'.* type I8; moechat reads F64"
+    ):
+        plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "9 experts per token of 4"),
+        ({"hidden_act": "none"}, "KeyError: 'none'"),
+        ({"hidden_size": 1 << 21}, "hidden_size is 2097152; it must be between"),
+        ({"hidden_size": "64"}, "'hidden_size' expected int, got str"),
+    ],
+)
+def test_errors_about_the_configuration_name_its_file(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError, match=rf"{re.escape(str(tmp_path))}.*config\.json.*{message}"):
+        plan(tmp_path)
 
 
 def test_expert_of_the_wrong_shape_is_refused(tmp_path: Path, moechat_home: Path) -> None:
@@ -250,5 +312,5 @@ def test_malformed_configurations_are_refused(changes: dict[str, Any], tmp_path:
 def test_dense_weights_are_checked_before_the_conversion(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
     edit_config(tmp_path, vocab_size=300)
-    with pytest.raises(CheckpointError, match=r"weight has shape \[101, 64\].*\[300, 64\]"):
+    with pytest.raises(CheckpointError, match=r"weight' has shape \[101, 64\].*\[300, 64\]"):
         plan(tmp_path)

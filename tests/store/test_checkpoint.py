@@ -286,7 +286,7 @@ def test_a_bias_is_read_as_float32_from_every_float_type(tmp_path: Path) -> None
         vector = checkpoint.vector(VectorRef(key, 1, 1, 2, 2))
         assert vector.dtype == np.float32
         assert vector.tolist() == [4.0, 6.0]
-    with pytest.raises(CheckpointError, match="element 4"):
+    with pytest.raises(CheckpointError, match="4 elements, the configuration needs at least 5"):
         checkpoint.vector(VectorRef("a", 1, 2, 2, 2))
 
 

@@ -154,6 +154,34 @@ ONE = b"GGUF" + numbered("IQQ", 3, 1, 0)
         (ONE + text("t") + numbered("IQIQ", 1, 0, 0, 0) + bytes(64), r"'t' has shape \[0\]"),
         (ONE + text("t") + numbered("I", 9), "'t' has 9 dimensions"),
         (
+            ONE + text("t") + numbered("IQIQ", 1, 1, 0, 32) + bytes(128),
+            "'t' begins at 96, but the header ends at",
+        ),
+        (
+            b"GGUF"
+            + numbered("IQQ", 3, 2, 0)
+            + text("a")
+            + numbered("IQIQ", 1, 8, 0, 0)
+            + text("b")
+            + numbered("IQIQ", 1, 8, 0, 0)
+            + bytes(128),
+            "'b' begins at 96, but the tensor 'a' ends at 128, padded to 32 bytes",
+        ),
+        (
+            b"GGUF"
+            + numbered("IQQ", 3, 2, 0)
+            + text("a")
+            + numbered("IQIQ", 1, 8, 0, 0)
+            + numbered("Q", 9999),
+            "a name in it after 'a' has 9999 bytes",
+        ),
+        (
+            b"GGUF" + numbered("IQQ", 3, 0, 1) + text("general.alignment") + numbered("I?", 7, True),
+            "its alignment is True, not a power of two",
+        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:12", "m.gguf is a pointer of Git LFS"),
+        (b"\n<!DOCTYPE html><title>Not found</title>", "m.gguf is a web page, not the file"),
+        (
             b"GGUF" + numbered("IQQ", 3, 2, 0) + (text("t") + numbered("IQIQ", 1, 1, 0, 0)) * 2 + bytes(64),
             "the tensor 't' appears twice",
         ),

@@ -99,22 +99,29 @@ def _weight(tensors: TensorSet, name: str, stored: str, group: _Group, settings:
     roles = {"zero": "_zero_point", "shape": "_shape", "order": "_g_idx"}
     parts = {"codes": stored, "scale": f"{name}_scale"}
     whole = f"{name}_global_scale"
+    if kind == "U8" and not (group.is_float and group.bits == 4):
+        raise _contradiction(tensors, stored, group, settings)
     if kind == "U8" and (group.columns == 16 or whole in tensors):
+        if group.columns not in (16, 0):
+            raise _contradiction(tensors, whole, group, settings)
         return nvfp4_weight(tensors, name, {**parts, "global": whole}, settings.dtype, divides=True)
     if kind == "U8":
         return mxfp4_weight(tensors, name, parts, settings.dtype)
     if group.is_float != kind.startswith("F8"):
-        raise CheckpointError(
-            f"{tensors.file_of(stored).path}: tensor {stored!r} is {kind}, and {settings.where} says "
-            f"{group.title}",
-            hint="config.json and tensors contradict each other: take both from the same repository",
-        )
+        raise _contradiction(tensors, stored, group, settings)
     if group.is_float:
         scale = parts["scale"] if parts["scale"] in tensors else None
         block = (1, group.columns) if group.columns else group.block
         return fp8_weight(tensors, name, scale, block, settings.dtype)
     parts |= {role: name + suffix for role, suffix in roles.items() if name + suffix in tensors}
     return integer_weight(tensors, name, parts, group.integers, settings.dtype)
+
+
+def _contradiction(tensors: TensorSet, stored: str, group: _Group, settings: Settings) -> CheckpointError:
+    return CheckpointError(
+        f"{tensors.place(stored)} is {tensors.info(stored)[0]}, and {settings.where} says {group.title}",
+        hint="config.json and tensors contradict each other: take both from the same repository",
+    )
 
 
 def _group_of(name: str, groups: list[_Group], settings: Settings) -> _Group:

@@ -55,6 +55,8 @@ def nvfp4_weight(
     def unpack(found: Parts) -> Codes:
         codes, scale, whole = found["codes"], found["scale"], found["global"]
         factor = whole.values.reshape(-1).astype(np.float32)[0]
+        if not np.isfinite(factor):
+            raise ValueError(f"its global scale is {factor}")
         scales = as_float32(scale.values, scale.dtype)
         with np.errstate(all="ignore"):  # values that are not finite are reported
             scales = scales / factor if divides else scales * factor

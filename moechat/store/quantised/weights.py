@@ -165,6 +165,11 @@ class PackedTensors(TensorSet):
         """See :meth:`TensorSet.stored_file`."""
         return self._stored.file_of(name)
 
+    def place(self, name: str) -> str:
+        """See :meth:`TensorSet.place`; of a quantised tensor also the format."""
+        weight = self.weight(name)
+        return super().place(name) if weight is None else self._where_is(weight)
+
     def entry(self, name: str) -> TensorEntry:
         """See :meth:`TensorSet.entry`; a quantised tensor has no bytes of its own in a file."""
         weight = self.weight(name)
