@@ -14,6 +14,7 @@ from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_states import EMPTY, STATEFUL, can_cut, copies_kept
+from moechat.models.compressing_layer import compresses, entry_bytes, waiting_bytes
 from moechat.models.indexed_layer import INDEXED, IndexedLayer
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
@@ -193,7 +194,11 @@ def cache_shape(
         most = layer.sliding_window if getattr(layer, "is_sliding", False) else None
         packs = bits == PACKED_KV_BITS and type(layer) in _KEYS_AND_VALUES
         grows = whole = 0
-        for tensor in _tensors(layer):
+        if compresses(type(layer)):
+            fixed += waiting_bytes(layer)
+            growing.append((entry_bytes(layer), None))
+            copied.append(growing[-1])
+        for tensor in [layer.keys] if compresses(type(layer)) else _tensors(layer):
             if most is None and _TRIAL not in tensor.shape:
                 fixed += tensor.nbytes
                 continue
@@ -212,7 +217,7 @@ def cache_shape(
     appendable = 0
     if not reason:
         appendable, reason = part_limit(model, config)
-    has_states = any(kind in STATEFUL for kind in found)
+    has_states = any(map(_has_states, found))
     windows = sum(each * (most - PREFILL_CHUNK) for each, most in growing if most is not None)
     return CacheShape(
         True,
@@ -234,14 +239,19 @@ def _refused_layers(cache: Any, found: list[type], *, plain: bool) -> str:
     """Why a prompt may not be computed in parts with a cache of these layers; empty: nothing is known."""
     if type(cache) is not DynamicCache:
         return f"its attention cache is a {type(cache).__name__}"
-    others = sorted({kind.__name__ for kind in found if kind not in (*_APPENDABLE, *STATEFUL, *EMPTY)})
+    known = (*_APPENDABLE, *STATEFUL, *EMPTY)
+    others = sorted({kind.__name__ for kind in found if kind not in known and not compresses(kind)})
     if others:
         return f"its attention cache has layers of type {', '.join(others)}"
     return "" if plain else "its attention cache has other layers than its configuration names"
 
 
+def _has_states(kind: type) -> bool:
+    return kind in STATEFUL or compresses(kind)
+
+
 def _refused_states(config: Any, found: list[type]) -> str:
-    return states_carry(config).reason if any(kind in STATEFUL for kind in found) else ""
+    return states_carry(config).reason if any(map(_has_states, found)) else ""
 
 
 def _require_packable(config: Any, cache: Any, found: list[type], *, plain: bool) -> None:

@@ -21,6 +21,13 @@ from transformers.cache_utils import (
 )
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.compressing_layer import (
+    ENTRIES,
+    compresses,
+    copy_compressing,
+    other_tensors,
+    restore_compressing,
+)
 from moechat.models.indexed_layer import INDEXED
 
 # Attributes of a layer that hold its states, each a dictionary of tensors.
@@ -61,15 +68,19 @@ def copies_kept(nbytes: int, *, states: bool) -> int:
 
 
 def states_of(layer: Any, kind: str) -> list[torch.Tensor]:
-    """The states of one of :data:`STATES` that a layer holds; none for other layers and names."""
-    held = getattr(layer, kind, None) if kind in STATES else None
+    """The states of one of :data:`STATES`, or compressed keys, that a layer holds; none for other layers and
+    names.
+    """
+    held = getattr(layer, kind, None) if kind in (*STATES, ENTRIES) else None
     return [state for state in held.values() if isinstance(state, torch.Tensor)] if held else []
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
-    """Keys, values, keys of an indexer, and states that a layer holds."""
+    """Keys, values, keys of an indexer, compressed keys, and states that a layer holds."""
     held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
     states = [state for kind in STATES for state in states_of(layer, kind)]
+    if compresses(type(layer)):
+        states += other_tensors(layer)
     return [rows for rows in held if isinstance(rows, torch.Tensor)] + states
 
 
@@ -80,7 +91,8 @@ def can_cut(cache: Any) -> bool:
 
 def can_copy(cache: Any) -> bool:
     """Whether a cache can go back to a token at which its layers were copied."""
-    return type(cache) is DynamicCache and all(type(layer) in _KNOWN for layer in cache.layers)
+    kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {object}
+    return all(kind in _KNOWN or compresses(kind) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -91,16 +103,20 @@ class LayerCopy:
         states: Copies of its states, by kind and number.
         window: Copies of keys and values in its window; ``None``: it has none.
         length: Number of tokens that its window has seen.
+        compressing: Of a layer that compresses keys, everything.
     """
 
     states: dict[tuple[str, int], torch.Tensor]
     window: tuple[torch.Tensor, torch.Tensor] | None = None
     length: int = 0
+    compressing: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.inference_mode()
 def copy_layer(layer: Any) -> LayerCopy:
     """Copy what a layer overwrites. REQUIRES: :func:`can_copy`."""
+    if compresses(type(layer)):
+        return LayerCopy({}, compressing=copy_compressing(layer))
     states = {
         (kind, number): state.clone()
         for kind in STATES
@@ -121,6 +137,9 @@ def restore_layer(layer: Any, copy: LayerCopy, tokens: int) -> None:
         copy: From :func:`copy_layer`; stays usable.
         tokens: Number of tokens then.
     """
+    if copy.compressing:
+        restore_compressing(layer, copy.compressing)
+        return
     for (kind, number), state in copy.states.items():
         getattr(layer, kind)[number].copy_(state)
     if type(layer) in STATEFUL and not copy.states:

@@ -57,6 +57,8 @@ class _Sizes:
     index_dim: int
     chosen: int  # tokens that it chooses for each
     streams: int  # of hidden states
+    compressed: int  # fewest tokens that an entry of the cache stands for; 1: keys are not compressed
+    window: int  # of the keys that are not, where others are
 
     @classmethod
     def of(cls, config: Any) -> _Sizes:
@@ -91,7 +93,15 @@ class _Sizes:
             index_dim=number("index_head_dim", default=0),
             chosen=number("index_topk", default=0),
             streams=number("hc_mult", default=1),
+            compressed=min((getattr(text, "compress_rates", None) or {"none": 1}).values()),
+            window=number("sliding_window", default=0),
         )
+
+    def keys(self, tokens: int, context: int) -> int:
+        """Most keys that a layer attends to in a pass of so many tokens."""
+        if self.compressed == 1:
+            return context
+        return min(context, self.window + tokens + -(-context // self.compressed))
 
 
 def score_copies(config: Any) -> float:
@@ -154,6 +164,7 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
     """
     sizes = _Sizes.of(config)
     size = dtype.itemsize
+    context = sizes.keys(tokens, context)
     queries = sizes.heads * sizes.query
     attention = tokens * size * (5 * sizes.hidden + 4 * queries + 6 * sizes.kv_heads * sizes.query)
     if sizes.latent:

@@ -1,10 +1,10 @@
 """Finds out whether the states of a family carry across the parts of a prompt.
 
-Layers with linear attention or convolutions keep states instead of keys and values. A prompt may be computed
-in parts only if the family's code goes on from the states that the last part has left. Some families, and
-older versions of transformers, begin again from nothing in every pass of several tokens. The configuration
-does not tell, so a small model with the same layers is built, with random weights, and a prompt in parts is
-compared with the same prompt in one pass.
+Layers with linear attention or convolutions keep states instead of keys and values, and others compress their
+keys. A prompt may be computed in parts only if the family's code goes on from what the last part has left.
+Some families, and older versions of transformers, begin again from nothing in every pass of several tokens.
+The configuration does not tell, so a small model with the same layers is built, with random weights, and a
+prompt in parts is compared with the same prompt in one pass.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moechat.models.cache_states import STATES, states_of
+from moechat.models.compressing_layer import ENTRIES
 from moechat.models.decode.probe import probing
 from moechat.models.dense import initialise_rest
 from moechat.models.skeleton import Skeleton, build_skeleton
@@ -43,8 +44,12 @@ _WIDTHS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
+    "q_lora_rank",
+    "o_lora_rank",
 )
 _ATTENTION = ("num_attention_heads", "num_key_value_heads")
+# Each group of the output projection has some of the heads.
+_GROUPS = ("num_attention_heads", "o_groups")
 _LINEAR = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -105,7 +110,7 @@ def _compare(skeleton: Skeleton) -> Carry:
         rounding = difference()
         if not rounding <= _ROUNDING:
             return Carry(False, "its code begins again from nothing in each part of a prompt")
-        for kind in STATES:
+        for kind in (*STATES, ENTRIES):
             if any(states_of(layer, kind) for layer in held.layers):
                 effect = difference(kind)
                 if not effect >= _EFFECT * max(rounding, _LEAST_ROUNDING):
@@ -170,7 +175,7 @@ def _small_values(text: Any) -> Iterator[dict[str, Any]]:
     # divide the hidden states, or a multiple of them.
     yield {
         **values,
-        **_fewer(values, _ATTENTION),
+        **_fewer(values, _GROUPS if "o_groups" in values else _ATTENTION),
         **_fewer(values, _LINEAR),
         "hidden_size": min(_HIDDEN, hidden),
     }

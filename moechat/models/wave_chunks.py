@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from moechat.models.cache_layers import WindowLayer
 from moechat.models.cache_states import ALL_TOKENS, EMPTY
+from moechat.models.compressing_layer import compresses
 
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer)
 
@@ -139,7 +140,7 @@ def _layer_ahead(layer: Any, tokens: int) -> Any:
     ahead: Any
     if kind in ALL_TOKENS:
         return _LayerAhead(length)
-    if kind in _WINDOWS:
+    if kind in _WINDOWS or compresses(kind):
         ahead = DynamicSlidingWindowLayer(layer.sliding_window)
     elif kind is LinearAttentionLayer:
         ahead = LinearAttentionLayer(layer.number_of_states)

@@ -42,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[st
         "gpt_oss",
         "gemma4_text",
         "glm_moe_dsa",
+        "deepseek_v4",
     ):
         config = tiny_family(family)
         config.eos_token_id = None
@@ -87,7 +88,9 @@ def seen(engine: Engine, prompt: list[int], count: int = 4) -> tuple[list[int], 
     return tokens, logits[-count:], engine.stats.reused_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h", "glm_moe_dsa", "deepseek_v4"]
+)
 def test_a_long_prompt_gives_the_logits_of_transformers(family: str, checkpoints: dict[str, Path]) -> None:
     config = tiny_family(family)
     model = auto_class(config).from_pretrained(checkpoints[family], dtype=torch.float32).eval()
@@ -115,7 +118,9 @@ def test_waves_give_the_bits_of_parts(checkpoints: dict[str, Path], engine: Engi
         assert other.notices() == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "glm_moe_dsa", "deepseek_v4"]
+)
 def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, Path]) -> None:
     planned = moechat.plan(str(checkpoints[family]), ctx=200, ram="4G", bits=4)
     with moechat.load(checkpoints[family], ctx=200, ram="4G", bits=4) as engine:
@@ -129,7 +134,17 @@ def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, P
 @pytest.mark.parametrize("wave", [0, 4 * CHUNK])
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "lfm2_moe", "zaya", "nemotron_h", "qwen3_moe", "gpt_oss", "gemma4_text", "glm_moe_dsa"],
+    [
+        "qwen3_next",
+        "lfm2_moe",
+        "zaya",
+        "nemotron_h",
+        "qwen3_moe",
+        "gpt_oss",
+        "gemma4_text",
+        "glm_moe_dsa",
+        "deepseek_v4",
+    ],
 )
 def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(
     family: str, wave: int, checkpoints: dict[str, Path]

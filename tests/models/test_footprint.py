@@ -96,6 +96,24 @@ INDEXED = {
     "index_topk": 512,
     "mlp_layer_types": ["dense", "sparse"],
 }
+COMPRESSED = {
+    "hidden_size": 512,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 128,
+    "o_groups": 8,
+    "o_lora_rank": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "sliding_window": 128,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["moe", "moe"],
+}
 PAIRS = {
     "hidden_size": 512,
     "num_attention_heads": 4,
@@ -115,6 +133,7 @@ CASES = [
     ["qwen3_moe", "float32", 16, GROUPED],
     ["qwen3_next", "float32", 16, STATES],
     ["kimi_linear", "float32", 16, PAIRS],
+    ["deepseek_v4", "float32", 16, COMPRESSED],
     ["qwen3_moe", "bfloat16", 16, GROUPED],
     ["qwen3_moe", "float32", 8, GROUPED],
     ["deepseek_v2", "float32", 16, LATENT],
@@ -129,7 +148,7 @@ CASES = [
 @pytest.mark.parametrize(("bits", "states"), [(16, False), (16, True), (8, False)])
 def test_the_estimate_is_above_the_measured_peak_and_not_far(bits: int, states: bool) -> None:
     # What models leave behind adds up in a process, so those with large states have one of their own.
-    cases = [case for case in CASES if bits in case and (case[3] in (STATES, PAIRS)) == states]
+    cases = [case for case in CASES if bits in case and (case[3] in (STATES, PAIRS, COMPRESSED)) == states]
     done = subprocess.run(
         [sys.executable, str(CHILD), "2560", json.dumps(cases)],
         capture_output=True,
