@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 
 from moechat.errors import CheckpointError, UsageError
@@ -30,6 +31,7 @@ from moechat.store.gguf_file import (
     require_decodable,
 )
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
+from moechat.store.gguf_tables import Tables, read_tables, table_ranges
 from moechat.store.mapped_file import place_of
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -89,7 +91,7 @@ def choose_gguf(remote: RemoteRepository, variant: str | None) -> list[RemoteFil
 
 
 def read_gguf_header(transfer: Transfer, file: RemoteFile) -> bytes:
-    """The header of a GGUF file, as its first bytes.
+    """The header of a GGUF file, as its first bytes, and after it the values of its tables.
 
     Raises:
         CheckpointError: It is not a GGUF file, or damaged.
@@ -102,7 +104,9 @@ def read_gguf_header(transfer: Transfer, file: RemoteFile) -> bytes:
         data += transfer.read_range(file, len(data), end)
         header = parse_gguf_header(data, file.size, file.path)
         if header is not None:
-            return data[: header.nbytes]
+            tables = table_ranges(header).values()
+            values = b"".join(transfer.read_range(file, *each) for each in tables)
+            return data[: header.nbytes].ljust(header.nbytes, b"\0") + values
         length *= 2
 
 
@@ -155,7 +159,7 @@ def gguf_checkpoint_from_headers(
         directory: Receives ``config.json`` and tokenizer.
         remote: The repository.
         files: The parts, in order.
-        headers: Their headers.
+        headers: Their headers, from :func:`read_gguf_header`.
 
     Raises:
         CheckpointError: The parts do not belong together.
@@ -164,7 +168,10 @@ def gguf_checkpoint_from_headers(
     parsed = {name: _parse(headers[name], file) for name, file in files.items()}
     title = f"{next(iter(files))} of {remote.repository}"
     require_all_parts(list(parsed.values()), title)
-    model = describe_gguf(joined_header(list(parsed.values()), title), title)
+    tables: Tables = {}
+    for name, header in parsed.items():
+        tables |= _tables(header, headers[name])
+    model = describe_gguf(joined_header(list(parsed.values()), title), title, tables)
     for name, header in parsed.items():
         require_decodable(header, name)
     first = next(iter(files))
@@ -182,6 +189,13 @@ def gguf_checkpoint_from_headers(
     }
     identity = ["gguf", VERSION, {name: [file.size, file.identity] for name, file in files.items()}]
     return StreamedCheckpoint(directory, shards, {}, identity, title=title)
+
+
+def _tables(header: GgufHeader, data: bytes) -> Tables:
+    """The tables that :func:`read_gguf_header` puts after a header."""
+    values = BytesIO(data)
+    values.seek(header.nbytes)
+    return read_tables(header, lambda start, end: values.read(end - start))
 
 
 def _parse(data: bytes, file: RemoteFile) -> GgufHeader:

@@ -19,6 +19,7 @@ from moechat.models.gguf_families.architecture import Architecture, Place, commo
 from moechat.models.gguf_metadata import EMBEDDING, VOCABULARY, Metadata, without_float32_rounding
 from moechat.store.gguf_file import BF16, F16, I32, PLAIN, GgufSource
 from moechat.store.gguf_header import GgufArray, GgufHeader, GgufTensor
+from moechat.store.gguf_tables import Tables
 
 # Without leading zeros, so that every layer and expert has one name.
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -82,12 +83,13 @@ class GgufModel:
     has_vocabulary: bool
 
 
-def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
+def describe_gguf(header: GgufHeader, where: str, tables: Tables | None = None) -> GgufModel:
     """Configuration and tensors of the model that a file holds.
 
     Args:
         header: Header of the file; for a split model the first part's, with all tensors.
         where: Name of the file, for messages.
+        tables: Small tensors that belong to the configuration.
 
     Raises:
         UnsupportedModelError: It is not a mixture of experts, moechat does not read its architecture from
@@ -102,7 +104,7 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"{where} holds no language model, but a GGUF file of type {kind!r}")
-    metadata = Metadata(header, name, where)
+    metadata = Metadata(header, name, where, tables)
     known = ", ".join(sorted(ARCHITECTURES))
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_header import GgufHeader
+from moechat.store.gguf_tables import Tables
 
 EMBEDDING = "token_embd.weight"  # [words, hidden]
 VOCABULARY = "tokenizer.ggml.tokens"  # the metadata that has it
@@ -23,12 +24,15 @@ class Metadata:
         used: Keys read so far, without the architecture's name.
     """
 
-    def __init__(self, header: GgufHeader, architecture: str, where: str) -> None:
+    def __init__(
+        self, header: GgufHeader, architecture: str, where: str, tables: Tables | None = None
+    ) -> None:
         self.header = header
         self.where = where
         self.used: set[str] = set()
         self._values = header.metadata
         self._architecture = architecture
+        self._tables = tables or {}
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A positive, finite number of the architecture.
@@ -104,6 +108,18 @@ class Metadata:
     def get(self, key: str) -> Any:
         """A value of the architecture, or ``None``."""
         return self._read(key, None)
+
+    def table(self, name: str) -> tuple[float, ...] | None:
+        """Factors of rotary frequencies, by the name of their tensor; ``None`` without it.
+
+        Raises:
+            CheckpointError: It is no list of float32.
+        """
+        if name not in self.header.tensors:
+            return None
+        if name not in self._tables:
+            raise CheckpointError(f"{self.where}: {name} is no list of numbers in F32")
+        return self._tables[name]
 
     def names(self, prefix: str) -> list[str]:
         """Keys of the architecture's values that begin with ``prefix``."""

@@ -24,6 +24,7 @@ from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.files import called
 from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, require_decodable
 from moechat.store.gguf_header import GgufHeader
+from moechat.store.gguf_tables import Tables, read_tables
 from moechat.store.tensors import TensorSet
 
 # Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
@@ -72,7 +73,10 @@ def opened_gguf(path: Path) -> Iterator[GgufCheckpoint]:
     opened = [GgufFile.open(file) for file in files]
     title = str(files[0])
     require_all_parts([file.header for file in opened], title)
-    model = describe_gguf(joined_header([file.header for file in opened], title), title)
+    tables: Tables = {}
+    for file in opened:
+        tables |= read_tables(file.header, file.read_bytes)
+    model = describe_gguf(joined_header([file.header for file in opened], title), title, tables)
     for file in opened:
         require_decodable(file.header, str(file.path))
     with tempfile.TemporaryDirectory(prefix="moechat-") as temporary, called(Path(temporary), title):

@@ -85,6 +85,10 @@ class GgufFile(MappedFile):
         assert header is not None  # None only for the first part of a file
         return cls(path, header, mapping, status)
 
+    def read_bytes(self, start: int, end: int) -> bytes:
+        """The bytes ``[start, end)`` of the file."""
+        return self._mapping[start:end]
+
     def rows(self, tensor: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows of a matrix, ``uint8 [rows, bytes]``, in file order; a view."""
         shape = tensor.shape if expert is None else tensor.shape[1:]

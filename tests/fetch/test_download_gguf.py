@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from cli_support import Cli
 from gguf.constants import GGMLQuantizationType as Kind
+from gguf_families import FAMILIES
+from gguf_family import gguf_tensors, random_model
 from gguf_support import save_model, tensors_of, write_gguf
+from gguf_writing import all_as, write_family
 from hub_server import COMMIT, Faults, Hub
 from library_support import models, sources
 from transformers import AutoTokenizer
@@ -98,6 +101,21 @@ def test_a_gguf_download_gives_the_same_store_as_converting_the_file(
     assert by_commit.status == 0, by_commit.err
     assert inside.call("rm", "--yes", f"{REPOSITORY}:{variant}").status == 0
     assert inside.call("list", "--json").out == b"[]\n"
+
+
+def test_factors_of_frequencies_are_read_from_the_hub(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+    """They are tensors of the file, and part of the configuration."""
+    family = FAMILIES["phimoe"]
+    config = family.config(num_hidden_layers=1)
+    tensors = gguf_tensors(family, random_model(config))
+    (tmp_path / "phi").mkdir()
+    write_family(family, config, tensors, tmp_path / "phi" / "phi-Q8_0.gguf", all_as(Kind.Q8_0), parts=2)
+    hub.add("tiny/phi-GGUF", tmp_path / "phi")
+    done = inside.call("download", "tiny/phi-GGUF")
+    assert done.status == 0, done.err
+    stored = json.loads((models(inside) / "tiny--phi-GGUF-kept" / "config.json").read_text())
+    for kind in ("short_factor", "long_factor"):
+        assert stored["rope_parameters"][kind] == pytest.approx(config.rope_parameters[kind])
 
 
 def test_a_dry_run_reads_the_header_and_nothing_else(inside: Cli, quants: Hub) -> None:

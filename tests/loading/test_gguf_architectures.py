@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gguf_family import gguf_tensors, random_model
 from gguf_writing import all_as, write_family
 
 import moechat
+from moechat.errors import MoechatError
 from moechat.models.gguf_source import opened_gguf
 
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33, 200, 100, 3, 90]
@@ -41,6 +43,39 @@ def test_mistral_large_3_is_not_taken_for_deepseek_v2(tmp_path: Path) -> None:
     with opened_gguf(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config["model_type"] == "mistral4"
         assert checkpoint.config["rope_parameters"]["llama_4_scaling_beta"] == 0.1
+
+
+def llama4_with(factors: Any, kind: Kind, path: Path) -> None:
+    """A file with these factors of rotary frequencies."""
+    family = FAMILIES["llama4"]
+    config = family.config(num_hidden_layers=2)
+    tensors = gguf_tensors(family, random_model(config))
+    tensors["rope_freqs.weight"] = np.asarray(factors, np.float32)
+    write_family(
+        family, config, tensors, path, lambda name, shape: kind if name.startswith("rope") else Kind.F32
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "kind", "message"),
+    [
+        (np.linspace(1, 3, 32), Kind.F32, "of no rotary scaling that moechat knows"),
+        (np.ones(16) * 2, Kind.F32, "of no rotary scaling that moechat knows"),
+        (np.ones(32), Kind.F16, "is no list of numbers in F32"),
+    ],
+)
+def test_factors_of_frequencies_that_no_scaling_has_are_refused(
+    factors: Any, kind: Kind, message: str, tmp_path: Path
+) -> None:
+    llama4_with(factors, kind, tmp_path / "m.gguf")
+    with pytest.raises(MoechatError, match=message), opened_gguf(tmp_path / "m.gguf"):
+        pass
+
+
+def test_factors_of_one_scale_nothing(tmp_path: Path) -> None:
+    llama4_with(np.ones(32), Kind.F32, tmp_path / "m.gguf")
+    with opened_gguf(tmp_path / "m.gguf") as checkpoint:
+        assert checkpoint.config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K], ids=lambda kind: kind.name)

@@ -27,6 +27,7 @@ FAMILIES = {
     "hunyuan-moe": grouped.HUNYUAN,
     "ernie4_5-moe": grouped.ERNIE,
     "lfm2moe": grouped.LFM2,
+    "phimoe": grouped.PHIMOE,
     "granitemoe": granite.GRANITE,
     "granitehybrid": granite.GRANITE_HYBRID,
     "afmoe": grouped.AFMOE,

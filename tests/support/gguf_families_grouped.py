@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from gguf_family import Array, Family
 from gguf_names import (
     ATTENTION,
@@ -201,4 +202,45 @@ AFMOE = Family(
         "vocab_size": config.vocab_size,
     },
     _expert_bias,
+)
+
+
+PHIMOE = Family(
+    "phimoe",
+    "phimoe",
+    {
+        "num_local_experts": 4,
+        "intermediate_size": 256,
+        "head_dim": None,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1 + number / 64 for number in range(32)],
+            "long_factor": [1 + number for number in range(32)],
+            "short_mscale": 1.243163121016122,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    {**NORMS, **ATTENTION, "mlp.router": "ffn_gate_inp"},
+    lambda config: {
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.original_context_length": config.rope_parameters["original_max_position_embeddings"],
+        "rope.scaling.attn_factor": 1.19,
+        "attention.sliding_window": 0,
+        "expert_count": config.num_local_experts,
+    },
+    outer={
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.norm.bias": "output_norm.bias",
+        "lm_head.weight": "output.weight",
+        "lm_head.bias": "output.bias",
+    },
+    extra=lambda config: {
+        f"rope_factors_{kind}.weight": np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+        for kind in ("long", "short")
+    },
 )

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from gguf_family import Array, Family
+from gguf_family import Array, Family, Tensors
 from gguf_names import ATTENTION, LATENT, LATENT_NAMES, NORMS, heads_metadata, latent_change, mamba_change
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def _kimi_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
@@ -78,6 +79,14 @@ def _llama4_change(name: str, values: Array, config: Any) -> Mapping[str, Array]
     return None
 
 
+def _llama4_extra(config: Any) -> Tensors:
+    """Factors of frequencies, by which the converter states their scaling."""
+    rope = config.rope_parameters
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    return {"rope_freqs.weight": (plain / scaled.numpy()).astype(np.float32)}
+
+
 LLAMA4 = Family(
     "llama4",
     "llama4_text",
@@ -87,6 +96,14 @@ LLAMA4 = Family(
         "intermediate_size": 256,
         "intermediate_size_mlp": 512,
         "interleave_moe_layer_step": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
     {
         **NORMS,
@@ -105,6 +122,7 @@ LLAMA4 = Family(
         "vocab_size": config.vocab_size,
     },
     _llama4_change,
+    extra=_llama4_extra,
 )
 
 

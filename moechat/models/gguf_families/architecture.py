@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moechat.errors import UnsupportedModelError
 from moechat.models.gguf_metadata import Metadata, quoted
 from moechat.store.gguf_changes import Change, Rows
@@ -167,6 +170,55 @@ def whole_rotary(metadata: Metadata, head_dim: int) -> Config:
             f"heads have {head_dim}: moechat does not read that"
         )
     return rotary(metadata)
+
+
+# Rotary scaling of Llama 3.1 and of Llama 4 Scout, which files state by its factors only.
+_FREQUENCY_FACTORS = ((1.0, 4.0), (1.0, 1.0))
+_ORIGINAL_LENGTH = 8192
+FREQUENCY_TABLE = "rope_freqs.weight"
+
+
+def factored_rotary(metadata: Metadata, head_dim: int) -> Config:
+    """As :func:`whole_rotary`, where the file may have a factor for each frequency.
+
+    Raises:
+        UnsupportedModelError: The factors are not those of Llama's scaling.
+    """
+    unscaled = whole_rotary(metadata, head_dim)
+    factors = metadata.table(FREQUENCY_TABLE)
+    if factors is None or set(factors) == {1.0}:
+        return unscaled
+    waves = 2 * np.pi * unscaled["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    for low, high in _FREQUENCY_FACTORS:
+        found = {
+            "rope_type": "llama3",
+            "rope_theta": unscaled["rope_theta"],
+            "factor": max(factors),
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": _ORIGINAL_LENGTH,
+        }
+        if unscaled["rope_type"] == "default" and _has_factors(waves, factors, found):
+            return found
+    raise UnsupportedModelError(
+        f"{metadata.where}: the factors in {FREQUENCY_TABLE} are of no rotary scaling that moechat knows",
+        hint="take the model's own repository, with safetensors files",
+    )
+
+
+def _has_factors(waves: NDArray[np.float64], factors: tuple[float, ...], scaling: Config) -> bool:
+    """Whether Llama's scaling divides frequencies of these wave lengths by these factors."""
+    longest, low, high = (
+        scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    if len(factors) != len(waves):
+        return False
+    smooth = np.zeros(len(waves)) if low == high else (longest / waves - low) / (high - low)
+    between = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    expected = np.where(
+        waves < longest / high, 1, np.where(waves > longest / low, scaling["factor"], between)
+    )
+    return bool(np.allclose(expected, factors, rtol=1e-4))
 
 
 def partial_rotary(metadata: Metadata, head_dim: int) -> Config:

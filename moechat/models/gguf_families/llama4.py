@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from moechat.models.gguf_families.architecture import (
     ATTENTION,
+    FREQUENCY_TABLE,
     NORMS,
     SIGMOID,
     Architecture,
     Config,
     Places,
     attention_heads,
+    factored_rotary,
     require,
-    whole_rotary,
 )
 from moechat.models.gguf_metadata import Metadata
 
@@ -38,7 +39,7 @@ def _config(metadata: Metadata) -> Config:
         "model_type": "llama4_text",
         "architectures": ["Llama4ForCausalLM"],
         **heads,
-        "rope_parameters": whole_rotary(metadata, heads["head_dim"]),
+        "rope_parameters": factored_rotary(metadata, heads["head_dim"]),
         "intermediate_size": metadata.size("expert_feed_forward_length"),
         "intermediate_size_mlp": metadata.size("feed_forward_length"),
         "num_local_experts": experts,
@@ -64,4 +65,4 @@ def _layer(config: Config) -> Places:
     }
 
 
-ARCHITECTURES = {"llama4": Architecture(_config, _layer)}
+ARCHITECTURES = {"llama4": Architecture(_config, _layer, ignored=frozenset({FREQUENCY_TABLE}))}

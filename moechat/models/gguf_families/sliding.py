@@ -6,6 +6,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.gguf_families.architecture import (
     ATTENTION,
     DENSE_MLP,
+    FREQUENCY_TABLE,
     NORMS,
     QK_NORMS,
     ROUTER,
@@ -14,6 +15,7 @@ from moechat.models.gguf_families.architecture import (
     Config,
     Places,
     attention_heads,
+    factored_rotary,
     joined_attention,
     require,
     rotary,
@@ -130,7 +132,7 @@ def _exaone(metadata: Metadata) -> Config:
         "model_type": "exaone_moe",
         "architectures": ["ExaoneMoeForCausalLM"],
         **heads,
-        "rope_parameters": whole_rotary(metadata, heads["head_dim"]),
+        "rope_parameters": factored_rotary(metadata, heads["head_dim"]),
         "sliding_window": metadata.size("attention.sliding_window"),
         "layer_types": _kinds(metadata),
         "mlp_layer_types": _mlp_kinds(metadata),
@@ -201,6 +203,6 @@ def _cohere2_layer(config: Config) -> Places:
 
 ARCHITECTURES = {
     "mimo2": Architecture(_mimo2, _mimo2_layer, own=_mimo2_own),
-    "exaone-moe": Architecture(_exaone, _exaone_layer),
+    "exaone-moe": Architecture(_exaone, _exaone_layer, ignored=frozenset({FREQUENCY_TABLE})),
     "cohere2moe": Architecture(_cohere2, _cohere2_layer, epsilon=None),
 }
