@@ -96,12 +96,14 @@ class Conversion:
         self._done = sum(record.bytes for record in self._workspace.finished.values())
         self._workspace.require_disk(self._outline)
         missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
-        at_once = self._files_at_once(len(missing))
+        if self._supply is not None:
+            missing = self._supply.order(missing)
+        at_once = self._files_at_once(missing)
         if at_once > 1:
-            write_side_by_side(missing, self._write_beside, self._advance, at_once)
+            self._write_side_by_side(missing, at_once)
             return
         pack: PackExpert | None = None
-        for planned in missing if self._supply is None else self._supply.order(missing):
+        for planned in missing:
             if isinstance(planned, ExpertsFile) and self._calibration is not None:
                 calibration, self._calibration = self._calibration, None
                 self._provide(planned)
@@ -111,29 +113,45 @@ class Conversion:
                 continue  # written during the calibration
             if isinstance(planned, ExpertsFile) and pack is None and not self._outline.geometry.kept:
                 pack = _numbered(make_packer(self._outline.geometry, self.solver))
-            self._write(planned, pack, self._advance)
+            self._provide_and_write(planned, pack)
 
-    def _files_at_once(self, missing: int) -> int:
+    def _files_at_once(self, missing: list[PlannedFile]) -> int:
         """How many files are written side by side.
 
         It is one where experts are quantised, because all threads work on one expert then, and where the
         source comes in parts, which are provided for one file after the other.
         """
         geometry = self._outline.geometry
-        if not geometry.kept or self._supply is not None:
+        if not geometry.kept or not (self._supply is None or self._supply.is_one_part(missing)):
             return 1
         fitting = max(1, _EXPERTS_AT_ONCE_BYTES // geometry.expert_bytes)
         threads = _native.num_threads()
-        return min(_FILES_AT_ONCE, 2 * threads if threads > 1 else 1, fitting, missing)
+        return min(_FILES_AT_ONCE, 2 * threads if threads > 1 else 1, fitting, len(missing))
 
-    def _write_beside(self, planned: PlannedFile, advance: Advance) -> None:
-        self._write(planned, None, advance, threads=1)
+    def _write_side_by_side(self, files: list[PlannedFile], at_once: int) -> None:
+        def write(planned: PlannedFile, advance: Advance) -> None:
+            self._checkpoint.require_unchanged()
+            self._write(planned, None, advance, threads=1)
+
+        for planned in files:
+            self._provide(planned)
+        write_side_by_side(files, write, self._advance, at_once)
+        # Only now: the part may be discarded when all that needs it is written.
+        for planned in files:
+            if self._supply is not None:
+                self._supply.note_written(planned)
+
+    def _provide_and_write(self, planned: PlannedFile, pack: PackExpert | None) -> None:
+        self._provide(planned)
+        self._write(planned, pack, self._advance)
+        if self._supply is not None:
+            self._supply.note_written(planned)
 
     def _convert_layer(self, ordinal: int, make: Callable[[], PackExpert]) -> NDArray[np.uint8]:
         """See :data:`moechat.store.calibrated.ConvertLayer`."""
         planned = self._experts[ordinal]
         if planned.name not in self._workspace.finished:
-            self._write(planned, make(), self._advance)
+            self._provide_and_write(planned, make())
             later = (file for file in self._experts[ordinal:] if file.name not in self._workspace.finished)
             if (following := next(later, None)) is not None:
                 self._provide(following)
@@ -151,7 +169,6 @@ class Conversion:
     def _write(
         self, planned: PlannedFile, pack: PackExpert | None, advance: Advance, threads: int | None = None
     ) -> None:
-        self._provide(planned)
         with self._workspace.create(planned.name) as file:
             if isinstance(planned, ExpertsFile):
                 self._write_experts(planned, file.write, pack, advance, threads)
@@ -162,8 +179,6 @@ class Conversion:
             size, digest = file.commit()
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)
-        if self._supply is not None:
-            self._supply.note_written(planned)
 
     def _advance(self, size: int, stage: str, detail: str) -> None:
         self._done += size

@@ -31,6 +31,12 @@ class Supply(Protocol):
     def order(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
         """Sort the files to write into the best order for the source."""
 
+    def is_one_part(self, files: Sequence[PlannedFile]) -> bool:
+        """Whether files are written from one part, so that all can be provided before the first is written.
+
+        Then it is noted that they are written after the last one is.
+        """
+
     def provide(self, file: PlannedFile) -> None:
         """Make all tensors that a file is written from readable."""
 
@@ -116,6 +122,10 @@ class ShardSupply:
 
         self._unwritten = sorted(files, key=place)
         return list(self._unwritten)
+
+    def is_one_part(self, files: Sequence[PlannedFile]) -> bool:
+        """See :class:`Supply`."""
+        return len({name for file in files for name in self.shards_of(file)}) <= 1
 
     def shards_of(self, file: PlannedFile) -> list[str]:
         """Names of the shards that a file is written from, or that are read meanwhile, sorted."""
