@@ -239,11 +239,11 @@ def kept_form(encoding: str) -> dict[str, int | str | list[int]]:
     ``native/src/kernels/layout/kept_encodings.h``.
 
     Returns:
-        ``code_bits``; ``table``: ``none``, ``iq4`` or ``e2m1``; ``values``: those of its 16 codes less the
-        zero, empty without a table; ``subs``: sub-blocks of a group; ``words``: kind of the scale words, by
-        the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in the super
-        field, an fp32 or a word being two; ``super_groups``: groups that share them, in gate, up and dense
-        matrices.
+        ``code_bits``; ``table``: ``none``, ``iq4``, ``e2m1`` or ``e4m3``; ``values``: those of the 16 codes
+        of ``iq4`` and ``e2m1`` less the zero, else empty; ``subs``: sub-blocks of a group; ``words``: kind of
+        the scale words, by the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in
+        the super field, an fp32 or a word being two; ``super_groups``: groups that share them, in gate, up
+        and dense matrices.
 
     Raises:
         ValueError: The encoding is unknown.
@@ -285,7 +285,7 @@ def kept_layout(
         gated: As :class:`BlockLayout`.
 
     Raises:
-        ValueError: An encoding is unknown, a value is out of range, or rows are not whole blocks.
+        ValueError: An encoding is unknown or ``fp8``, a value is out of range, or rows are not whole blocks.
     """
 
 def pack_kept(

@@ -27,7 +27,9 @@ SUPPORTED_BITS = (2, 3, 4, 8, 16)
 DEFAULT_BITS = 4  # of experts that are quantised
 KEEP = 0  # in place of bits: the encodings that the source has
 # Kept encodings that no GGUF file has: those of quantised safetensors.
-CHECKPOINT_ENCODINGS = frozenset({"int4", "int4_32", "int8", "int8_32", "nvfp4"})
+CHECKPOINT_ENCODINGS = frozenset({"int4", "int4_32", "int8", "int8_32", "nvfp4", "fp8"})
+# Those whose products are float32 on the CPU, which takes longer than with integers; of dense matrices only.
+FLOAT_ENCODINGS = frozenset({"fp8"})
 DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
 AUTO_BITS = "auto"  # dense weights: chosen for each matrix
 DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat import _native
-from moechat.geometry import AUTO_BITS, DenseBits
+from moechat.geometry import AUTO_BITS, FLOAT_ENCODINGS, DenseBits
 from moechat.models.decode.latent import latent_projections
 from moechat.models.linear import only_scales_rows
 from moechat.models.skeleton import Skeleton
@@ -147,8 +147,8 @@ class DenseForm:
     """Form of the dense weights in memory.
 
     Attributes:
-        bits: 16: as stored; 8 or 4: quantised; ``auto``: as stored where the weights are encoded, else
-            quantised, each in its own.
+        bits: 16: as stored; 8 or 4: quantised; ``auto``: as stored where the weights are encoded, but not in
+            FP8, else quantised, each in its own.
         activation_bits: Type of the inputs in products with packed weights.
         linears: Names of the layers that are not torch's, with rows and columns.
         embeddings: Names of the embeddings that keep the stored type.
@@ -212,6 +212,11 @@ class DenseForm:
         return _parts(self.bits, name, rows, cols) if encoding is None else ((rows, cols, encoding),)
 
 
+def _keeps(bits: DenseBits, encoding: str) -> bool:
+    """Whether linear layers with encoded weights are not quantised again."""
+    return bits == 16 or (bits == AUTO_BITS and encoding not in FLOAT_ENCODINGS)
+
+
 def _label(bits: int | str) -> str:
     return f"{bits} bits" if isinstance(bits, int) else bits.upper()
 
@@ -263,7 +268,6 @@ def choose_form(
             if parameter is not None:
                 users.setdefault(id(parameter), []).append((name, module, leaf))
                 tensors[id(parameter)] = parameter
-    keeps = bits in (16, AUTO_BITS)  # encoded weights are not quantised again
     linears: dict[str, tuple[int, int]] = {}
     found_encodings: dict[str, str] = {}
     encoded: dict[str, str] = {}
@@ -275,6 +279,7 @@ def choose_form(
         names = [f"{name}.{leaf}" if name else leaf for name, _, leaf in of]
         types = {stored[name] for name in names if name in stored}
         weight = next((name for name in names if name in (encodings or {})), None)
+        keeps = weight is not None and encodings is not None and _keeps(bits, encodings[weight])
         fit = all(
             leaf == "weight" and replaceable(module, is_encoded=weight is not None) for _, module, leaf in of
         )
@@ -282,7 +287,7 @@ def choose_form(
         if len(types) != 1:
             continue
         (kind,) = types
-        kept_linear = weight is not None and keeps and all(type(module) is nn.Linear for _, module, _ in of)
+        kept_linear = keeps and all(type(module) is nn.Linear for _, module, _ in of)
         whole = (stored_rows or kept_linear) and fit and kind in HALVES
         if whole and encodings is not None and weight is not None:
             rows, cols = parameter.shape

@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf_families import FAMILIES
 from gguf_family import gguf_tensors, random_model
 from gguf_writing import all_as, write_family
-from kept_support import ENCODINGS, file_rows, values
+from kept_support import DENSE_ENCODINGS, file_rows, values
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
@@ -29,7 +29,7 @@ COLUMNS = 512
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", DENSE_ENCODINGS)
 def test_an_embedding_decodes_the_rows_that_are_looked_up(encoding: str, dtype: torch.dtype) -> None:
     rows = file_rows(np.random.default_rng(1), encoding, 9, COLUMNS)
     made = encoded_embedding(nn.Embedding(9, COLUMNS), rows, encoding, dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kept_support import ENCODINGS, file_rows, kept_call, random_records, values
+from kept_support import DENSE_ENCODINGS, ENCODINGS, file_rows, kept_call, random_records, values
 from native_support import empty_records, relative_error, run_isa
 
 from moechat import _native
@@ -37,6 +37,12 @@ def test_every_value_is_that_of_the_file_bit_by_bit(encoding):
     assert biases is None
     for matrix, rows in zip(matrices, sources[0], strict=True):
         np.testing.assert_array_equal(matrix, values(encoding, rows))
+
+
+def test_floats_are_no_encoding_of_experts():
+    for pair in (("fp8", "int4"), ("int4", "fp8")):
+        with pytest.raises(ValueError, match="one of dense matrices"):
+            _native.kept_layout(64, 64, *pair)
 
 
 def test_rows_may_be_strided_and_biases_are_kept():
@@ -84,7 +90,7 @@ def test_records_of_layers_can_have_one_size():
 def test_kernels_compute_what_the_values_of_the_file_give(isa, results):
     result = result_of(isa, results)
     assert result["isa"] == isa
-    assert len(result["cases"]) == 2 * len(ENCODINGS)
+    assert len(result["cases"]) == len(DENSE_ENCODINGS) + len(ENCODINGS)
     for name, (errors, _) in result["cases"].items():
         assert errors["32"] < 2e-6, name
         assert errors["16"] < 2e-4, name

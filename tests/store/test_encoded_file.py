@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf_support import save_model, tensors_of, write_gguf
-from kept_support import ENCODINGS, file_rows, values
+from kept_support import DENSE_ENCODINGS, file_rows, values
 
 from moechat.errors import CheckpointError, StoreDamagedError
 from moechat.models.checkpoint_mapping import plan_checkpoint
@@ -30,7 +30,7 @@ def write(path: Path, planned: list[PlannedTensor], parts: list[np.ndarray]) -> 
     return path
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", DENSE_ENCODINGS)
 def test_a_matrix_appears_as_the_values_of_its_rows(tmp_path: Path, encoding: str) -> None:
     rows = file_rows(np.random.default_rng(1), encoding, ROWS, WIDTH)
     plain = np.arange(7, dtype=np.float32)

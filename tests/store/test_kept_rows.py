@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Kind
+from kept_support import FINITE_E4M3
 
 from moechat import _native
 from moechat.store.quantised.codes import Codes
@@ -88,6 +89,29 @@ def test_values_of_nvfp4_differ_by_rounding_to_float32_at_most() -> None:
     out = np.empty((ROWS, COLUMNS), np.float32)
     _native.decode_file_rows("nvfp4", encoded_rows(codes, "nvfp4"), out)
     np.testing.assert_allclose(out, codes.values(), rtol=2**-19, atol=0)
+
+
+def fp8(group: tuple[int, int], scale: float = 1e-3) -> Codes:
+    rng = np.random.default_rng(0)
+    codes = rng.choice(FINITE_E4M3, (ROWS, COLUMNS))
+    grid = (-(-ROWS // group[0]), -(-COLUMNS // group[1]))
+    return Codes("e4m3", 8, codes, (rng.standard_normal(grid) * scale).astype(np.float32), group)
+
+
+@pytest.mark.parametrize("group", [(4, 64), (ROWS, COLUMNS), (1, COLUMNS), (1, 64)])
+def test_values_of_fp8_are_exact_with_any_scale(group: tuple[int, int]) -> None:
+    codes = fp8(group)
+    out = np.empty((ROWS, COLUMNS), np.float32)
+    _native.decode_file_rows("fp8", encoded_rows(codes, "fp8"), out)
+    assert np.array_equal(out, codes.values())
+
+
+def test_values_of_fp8_that_are_not_finite_are_refused() -> None:
+    damaged = fp8((4, 64))
+    damaged.codes[2, 3] = 0xFF
+    for codes in (damaged, fp8((4, 64), 1e38)):
+        with pytest.raises(ValueError, match="a value is not finite"):
+            encoded_rows(codes, "fp8")
 
 
 def test_what_an_encoding_cannot_hold_is_refused() -> None:

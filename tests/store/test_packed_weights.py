@@ -220,7 +220,9 @@ def test_the_expert_of_a_stack_is_decoded_alone() -> None:
         (gptq(4, 32, symmetric=True, order=True), {**GPTQ, "sym": True, "desc_act": True}, None, None),
         (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32}, "int4_32", "int4_32"),
         (awq(128), {"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", "int4"),
-        (fp8((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, None, None),
+        (fp8((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, None, "fp8"),
+        (fp8((64, 32)), {"quant_method": "fp8", "weight_block_size": [64, 32]}, None, None),
+        (fp8("tensor"), {"quant_method": "fp8"}, None, "fp8"),
     ],
 )
 def test_what_an_encoding_can_hold_is_kept(
@@ -228,9 +230,9 @@ def test_what_an_encoding_can_hold_is_kept(
 ) -> None:
     view, _ = read(pack, matrix(1, 40, 128), stated)
     assert (view.encoding(NAME), view.dense_encoding(NAME)) == (encoding, of_dense)
-    if encoding is None or of_dense is None:
-        return
-    for kept, rows in ((encoding, view.encoded_rows(NAME, None)), (of_dense, view.dense_rows(NAME))):
+    rows_of = {encoding: lambda: view.encoded_rows(NAME, None), of_dense: lambda: view.dense_rows(NAME)}
+    for kept in {encoding, of_dense} - {None}:
+        rows = rows_of[kept]()
         out = np.empty((40, 128), np.float32)
         _native.decode_file_rows(kept, rows, out)
         np.testing.assert_allclose(

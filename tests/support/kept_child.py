@@ -11,7 +11,7 @@ import hashlib
 import json
 
 import numpy as np
-from kept_support import ENCODINGS, file_rows, kept_call, values
+from kept_support import DENSE_ENCODINGS, ENCODINGS, file_rows, kept_call, values
 from native_support import relative_error
 
 from moechat import _native
@@ -43,7 +43,7 @@ def linear(number: int, encoding: str, digest: hashlib._Hash) -> tuple[dict[int,
         alone = np.concatenate([run(x[t : t + 1], bits) for t in range(len(x))])
         errors[bits] = relative_error(alone, reference)
         same = same and all(np.array_equal(run(x[:n], bits), alone[:n]) for n in (2, 3, 4, 7, 8, 9, 29, 40))
-        if bits != 32:
+        if bits != 32 and encoding != "fp8":
             digest.update(alone.tobytes())
     return errors, same
 
@@ -70,7 +70,7 @@ def main() -> None:
     digest, packing = hashlib.sha256(), hashlib.sha256()
     unlike = [name for number, name in enumerate(ENCODINGS) if not packed_alike(number, name, packing)]
     cases = {}
-    for number, encoding in enumerate(ENCODINGS):
+    for number, encoding in enumerate(DENSE_ENCODINGS):
         cases[f"linear {encoding}"] = linear(number, encoding, digest)
     for number, encoding in enumerate(ENCODINGS):
         down = ENCODINGS[(number + 4) % len(ENCODINGS)]

@@ -29,8 +29,10 @@ GGUF = {
 # Those of quantised checkpoints.
 OWN = ("int4", "int4_32", "int8", "int8_32", "nvfp4")
 ENCODINGS = (*GGUF, *OWN)
+DENSE_ENCODINGS = (*ENCODINGS, "fp8")  # the last one not of experts
 # Mean magnitude of the integers that the scales are multiplied with, so that weights are near 0.1.
 _MAGNITUDE = {"q2_k": 12, "q3_k": 40, "q4_k": 240, "q5_k": 480, "q6_k": 1000, "iq4_xs": 800, "q8_0": 64}
+FINITE_E4M3 = np.append(np.arange(0x7F), 0x80 + np.arange(0x7F)).astype(np.uint8)
 _MAGNITUDE |= {"iq4_nl": 60, "int8": 80, "int8_32": 80}
 
 
@@ -41,8 +43,12 @@ def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) 
     spread = 0.1 / _MAGNITUDE.get(encoding, 8)
     if encoding == "nvfp4":
         data[:, :, :4] = np.full((rows, 1, 1), 0.0007, np.float32).view(np.uint8)
-        patterns = np.append(np.arange(0x7F), 0x80 + np.arange(0x7F)).astype(np.uint8)  # all but NaN
-        data[:, :, 4:8] = rng.choice(patterns, (rows, columns // block, 4))
+        data[:, :, 4:8] = rng.choice(FINITE_E4M3, (rows, columns // block, 4))
+    elif encoding == "fp8":
+        data[:, :, 4:] = rng.choice(FINITE_E4M3, data[:, :, 4:].shape)
+        data[:, :, :4] = (
+            (rng.standard_normal((rows, columns // block, 1)) * 1e-3).astype("<f4").view(np.uint8)
+        )
     elif encoding in OWN:
         scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float32)
         words = scales.view(np.uint32) & 0xFFFFFF00 | rng.integers(0, 256, scales.shape, dtype=np.uint32)
@@ -69,6 +75,8 @@ def values(encoding: str, rows: np.ndarray) -> np.ndarray:
         # Step times code less min: how far a float32 is from the product depends on the order.
         codes = (2 * E2M1[_nibbles(blocks[..., 8:])] + 12).astype(np.float32)
         return (twice * codes - twice * np.float32(12)).reshape(len(rows), -1)
+    if encoding == "fp8":
+        return (E4M3[blocks[..., 4:]] * blocks[..., :4].copy().view(np.float32)).reshape(len(rows), -1)
     words = blocks[..., :4].copy().view(np.uint32)
     codes = blocks[..., 4:] if encoding.startswith("int8") else _nibbles(blocks[..., 4:])
     scales = (words & 0xFFFFFF00).view(np.float32)

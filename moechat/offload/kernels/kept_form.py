@@ -10,7 +10,12 @@ import torch
 from moechat import _native
 from moechat.offload.kernels import triton_kept
 
-_TABLES = {"none": triton_kept.NO_TABLE, "iq4": triton_kept.IQ4, "e2m1": triton_kept.E2M1}
+_TABLES = {
+    "none": triton_kept.NO_TABLE,
+    "iq4": triton_kept.IQ4,
+    "e2m1": triton_kept.E2M1,
+    "e4m3": triton_kept.FP8,
+}
 _SCALES = {
     "halves": triton_kept.HALVES,
     "mins": triton_kept.MINS,
@@ -21,6 +26,7 @@ _SCALES = {
     "nibbles": triton_kept.NIBBLES,
     "floats": triton_kept.FLOATS,
     "e4m3": triton_kept.E4M3,
+    "wholes": triton_kept.WHOLES,
 }
 # Bits of the planes that codes are cut into, by the bits of a code.
 _PLANES = {8: (8, 0), 6: (4, 2), 5: (4, 1), 4: (4, 0), 3: (2, 1), 2: (2, 0)}

@@ -23,6 +23,7 @@ from moechat.offload.kernels.triton_linear import store_rows
 NO_TABLE = tl.constexpr(0)
 IQ4 = tl.constexpr(1)
 E2M1 = tl.constexpr(2)
+FP8 = tl.constexpr(3)
 
 HALVES = tl.constexpr(0)
 MINS = tl.constexpr(1)
@@ -33,6 +34,7 @@ FACTORS = tl.constexpr(5)
 NIBBLES = tl.constexpr(6)
 FLOATS = tl.constexpr(7)
 E4M3 = tl.constexpr(8)
+WHOLES = tl.constexpr(9)
 
 
 @triton.jit
@@ -48,8 +50,16 @@ def _signed(words, place):
 
 
 @triton.jit
+def _e4m3(patterns):
+    """float32 of the e4m3 patterns in the low bytes of int32, 256 times smaller: as fp16."""
+    return _fp16(((patterns & 0x7F) << 7) | ((patterns & 0x80) << 8))
+
+
+@triton.jit
 def _values(codes, table, TABLE: tl.constexpr, ZERO: tl.constexpr):
-    """float32 values of codes int32, less the zero of the encoding; those of E2M1 twice as large."""
+    """float32 values of codes int32, less the zero of the encoding; those of E2M1 twice as large, of FP8 256
+    times smaller.
+    """
     if TABLE == IQ4:
         values = tl.load(table + codes)
     elif TABLE == E2M1:
@@ -57,6 +67,8 @@ def _values(codes, table, TABLE: tl.constexpr, ZERO: tl.constexpr):
         # its value times 2^-126, the subnormal 0.5 included.
         patterns = ((codes & 7) << 22) | ((codes & 8) << 28)
         values = patterns.to(tl.float32, bitcast=True) * (2.0**127)
+    elif TABLE == FP8:
+        values = _e4m3(codes)
     else:
         # In the mantissa of 2^23 a code becomes a float by an OR and a subtraction, both exact.
         values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
@@ -94,9 +106,10 @@ def _steps(words, supers, sub, there, SCALES: tl.constexpr, SUPERS: tl.constexpr
     elif SCALES == FLOATS:
         step = (words & -256).to(tl.float32, bitcast=True)
     elif SCALES == E4M3:
-        pattern = words >> (8 * sub)
-        step = _fp16(((pattern & 0x7F) << 7) | ((pattern & 0x80) << 8))
+        step = _e4m3(words >> (8 * sub))
         step *= _both(supers, there).to(tl.float32, bitcast=True)
+    elif SCALES == WHOLES:
+        step = words.to(tl.float32, bitcast=True) * 256.0
     elif SCALES == SIGNED2:
         step = _fp16(words >> 16) * _signed(words, 8 * sub)
     elif SCALES == SIGNED4:

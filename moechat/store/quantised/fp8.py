@@ -12,6 +12,7 @@ from __future__ import annotations
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
 from moechat.store.quantised.fp4 import mxfp4_weight
+from moechat.store.quantised.kept_rows import FP8, WIDE
 from moechat.store.quantised.number_formats import as_float32
 from moechat.store.quantised.settings import Settings
 from moechat.store.quantised.weights import Found, PackedWeight, Parts, matrix_shape
@@ -126,7 +127,9 @@ def fp8_weight(
         counts = (-(-rows // fits[0]), -(-columns // fits[1]))
         return Codes("e4m3", 8, codes.values, numbers.reshape(counts), fits)
 
-    return PackedWeight(name, dtype, shape, {"codes": name, "scale": scale}, unpack, label)
+    whole = columns % WIDE == 0 and (fits[1] % WIDE == 0 or fits[1] == columns)
+    parts = {"codes": name, "scale": scale}
+    return PackedWeight(name, dtype, shape, parts, unpack, label, dense_encoding=FP8 if whole else None)
 
 
 def _group_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:

@@ -2,9 +2,9 @@
 
 Those of GGUF files (ggml-common.h) have blocks of 32 columns with one scale: ``q4_0`` and ``q8_0`` an fp16
 scale and codes with their zero in the middle, ``mxfp4`` an e8m0 exponent and e2m1 codes. ``int4``, ``int8``
-(groups of whole 64 columns), ``int4_32``, ``int8_32`` (of 32) and ``nvfp4`` are described in
-``native/src/kernels/layout/kept_encodings.h``; they hold every scale in bf16 or fp16 and every zero, and
-every scale of NVFP4. A matrix is rewritten without loss or refused.
+(groups of whole 64 columns), ``int4_32``, ``int8_32`` (of 32), ``nvfp4`` and ``fp8`` are described in
+``native/src/kernels/layout/kept_encodings.h``; they hold every scale in bf16 or fp16 and every zero, every
+scale of NVFP4, and FP8 with every scale. A matrix is rewritten without loss or refused.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.store.quantised.codes import Codes
+from moechat.store.quantised.number_formats import E4M3
 
 BLOCK = 32
 Q4_0 = "q4_0"
 Q8_0 = "q8_0"
 MXFP4 = "mxfp4"
 NVFP4 = "nvfp4"
-WIDE = 64  # columns of a block of int4, int8 and nvfp4
+FP8 = "fp8"
+WIDE = 64  # columns of a block of int4, int8, nvfp4 and fp8
 _SHORT_BITS = {Q4_0: 4, Q8_0: 8}
 _SYMMETRIC = {bits: name for name, bits in _SHORT_BITS.items()}
 _BLOCKS = {"int4": (4, WIDE), "int8": (8, WIDE), "int4_32": (4, BLOCK), "int8_32": (8, BLOCK)}
@@ -54,7 +56,8 @@ def encoded_rows(codes: Codes, encoding: str) -> NDArray[np.uint8]:
     """A matrix in an encoding.
 
     Args:
-        codes: Affine codes for integers, e2m1 for ``mxfp4`` and ``nvfp4``; columns are whole blocks.
+        codes: Affine codes for integers, e2m1 for ``mxfp4`` and ``nvfp4``, e4m3 for ``fp8``; columns are
+            whole blocks.
         encoding: One of those that the module names.
 
     Returns:
@@ -69,6 +72,8 @@ def encoded_rows(codes: Codes, encoding: str) -> NDArray[np.uint8]:
         return _integers(codes, *_BLOCKS[encoding])
     if encoding == NVFP4:
         return _nvfp4(codes)
+    if encoding == FP8:
+        return _fp8(codes)
     rows = len(codes.codes)
     blocks = codes.codes.reshape(rows, -1, BLOCK)
     head: NDArray[np.uint8]
@@ -125,6 +130,18 @@ def _nvfp4(codes: Codes) -> NDArray[np.uint8]:
     factors = np.broadcast_to(np.array([factor], np.float32).view(np.uint8), heads.shape)
     body = _pairs(codes.codes.reshape(rows, -1, WIDE // BLOCK, BLOCK)).reshape(*heads.shape[:2], -1)
     return np.concatenate([factors, heads, body], axis=2).reshape(rows, -1)
+
+
+def _fp8(codes: Codes) -> NDArray[np.uint8]:
+    scale = np.ascontiguousarray(codes.scale[_places(codes, WIDE)])
+    largest = np.float32(E4M3[0x7E])
+    with np.errstate(over="ignore", invalid="ignore"):
+        fine = np.isfinite(scale * largest).all() and (codes.codes & 0x7F != 0x7F).all()
+    if not fine:
+        raise ValueError("a value is not finite")
+    rows = len(codes.codes)
+    head = scale.view(np.uint8).reshape(*scale.shape, 4)
+    return np.concatenate([head, codes.codes.reshape(rows, -1, WIDE)], axis=2).reshape(rows, -1)
 
 
 def _halves(scale: NDArray[np.float32]) -> NDArray[np.float16]:

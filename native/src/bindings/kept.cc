@@ -148,20 +148,23 @@ py::dict kept_encodings_py() {
 }
 
 const char* table_name(CodeTable table) {
-  return table == CodeTable::kNone ? "none" : table == CodeTable::kIq4 ? "iq4" : "e2m1";
+  constexpr const char* kNames[] = {"none", "iq4", "e2m1", "e4m3"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(CodeTable::kE4m3) + 1, "a name each");
+  return kNames[static_cast<int>(table)];
 }
 
 const char* words_name(ScaleWords words) {
   constexpr const char* kNames[] = {"halves",  "mins",    "exponents", "signed2", "signed4",
-                                    "factors", "nibbles", "floats",    "e4m3"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kE4m3) + 1, "a name each");
+                                    "factors", "nibbles", "floats",    "e4m3",    "wholes"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kWholes) + 1, "a name each");
   return kNames[static_cast<int>(words)];
 }
 
 py::dict kept_form_py(const std::string& encoding) {
   const KeptForm form = kept_form(kept_encoding_of(encoding));
   std::vector<int> values;
-  for (int code = 0; form.table != CodeTable::kNone && code < 16; ++code) {
+  const bool lists = form.table == CodeTable::kIq4 || form.table == CodeTable::kE2m1;
+  for (int code = 0; lists && code < 16; ++code) {
     values.push_back(kept_value(form.table, code) - form.zero);
   }
   py::dict found;

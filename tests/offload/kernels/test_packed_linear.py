@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kept_support import ENCODINGS, file_rows
+from kept_support import DENSE_ENCODINGS, file_rows
 from kernel_support import DEVICE
 
 from moechat import _native
@@ -176,7 +176,7 @@ def columns_of(encoding: str, wanted: int) -> int:
     return -(-wanted // block) * block
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", DENSE_ENCODINGS)
 def test_kept_weights_are_unpacked_to_the_values_of_the_file(encoding: str) -> None:
     made, data, _ = kept_layer(70, columns_of(encoding, 290), encoding)
     expected = torch.from_numpy(_native.unpack_linear(made.layout, data))
@@ -186,7 +186,7 @@ def test_kept_weights_are_unpacked_to_the_values_of_the_file(encoding: str) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", DENSE_ENCODINGS)
 def test_outputs_of_kept_weights_match_the_cpu(encoding: str, tokens: int) -> None:
     # Columns that are not whole groups where blocks are smaller, and rows that are not whole tiles.
     cols = columns_of(encoding, 1000)

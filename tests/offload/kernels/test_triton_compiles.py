@@ -57,9 +57,9 @@ def test_packed_dense_layers_compile(dtype, capabilities):
 
 def test_dense_layers_in_kept_encodings_compile():
     # Codes of one and of two planes, with a table of either kind, and every kind of scale words.
-    names = "q8_0,q5_1,q2_k,q3_k,q4_k,q6_k,iq4_xs,mxfp4,int4_32,nvfp4"
+    names = "q8_0,q5_1,q2_k,q3_k,q4_k,q6_k,iq4_xs,mxfp4,int4_32,nvfp4,fp8"
     results = compiled("86", names, "", "bfloat16")
-    assert len(results) == 10 * 2 * 2
+    assert len(results) == 11 * 2 * 2
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
     # E2M1 codes are subnormal numbers, which must not be flushed to 0.
     assert all(one["flushing"] == one["spilled"] == 0 for one in results.values())

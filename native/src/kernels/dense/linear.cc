@@ -139,7 +139,8 @@ void linear_forward(const LinearCall& call) {
   const KernelTable& kernel = kernels();
   const LinearLayout& layout = *call.layout;
   const IntegerKernels& integers = layout.kept() ? *kernel.kept : *kernel.integer;
-  const bool integer = call.activation_bits != kFloatActivations;
+  const bool floats = layout.kept() && needs_floats(layout.encoding);
+  const bool integer = call.activation_bits != kFloatActivations && !floats;
   const std::int64_t padded = layout.groups * kGroupColumns;
   const std::int64_t row_bytes =
       integer ? layout.groups * 8 * call.activation_bits : padded * static_cast<std::int64_t>(sizeof(float));

@@ -61,7 +61,8 @@ struct LinearCall {
 };
 
 // out = x W^T + bias, with the numerics of kernel_api.h: bitwise equal for any number of threads and any
-// other tokens in the call. Throws std::invalid_argument for other activation_bits.
+// other tokens in the call. Encodings whose codes are floats are computed as with activation_bits 32. Throws
+// std::invalid_argument for other activation_bits.
 void linear_forward(const LinearCall& call);
 
 }  // namespace moechat

@@ -473,7 +473,12 @@ void linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
       return linear_of<PackedBits<4>>(task, begin, end);
     case Encoding::kBits8:
       return linear_of<PackedBits<8>>(task, begin, end);
-    default:
-      for (std::int64_t tile = begin; tile < end; ++tile) kept_linear_tile(task, tile);
+    default: {
+      std::int64_t tile = begin;
+      if (task.tokens == 1) {
+        for (; tile + kTilesAbreast <= end; tile += kTilesAbreast) kept_linear_abreast(task, tile);
+      }
+      for (; tile < end; ++tile) kept_linear_tile(task, tile);
+    }
   }
 }

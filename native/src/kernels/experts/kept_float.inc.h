@@ -2,8 +2,17 @@
 // Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
 //
 // A sum is one chain over the columns: acc = fma(value, x, acc). Tokens share the values, not the chain.
+// Chains of several tokens, or of a token and several tiles, are computed side by side, since a sum waits for
+// the one before it.
 
 constexpr std::int64_t kKeptTokens = 16;  // that share the values of a group
+// Chains that fit in registers.
+#if defined(__AVX512F__)
+constexpr int kTokensAbreast = 8;
+#else
+constexpr int kTokensAbreast = 4;
+#endif
+constexpr int kTilesAbreast = 4;
 
 // values[16 * c]: 16 rows of column c.
 template <class W>
@@ -23,9 +32,23 @@ void kept_values_of(Encoding encoding, const unsigned char* q, const KeptScales&
   }
 }
 
+void fp8_values(const unsigned char* q, const KeptScales& at, float* values) {
+  const Vec step = mul(as_float(loadi(at.words)), set1(kFp8Shift));
+  for (int d = 0; d < 16; ++d) {
+    const VecI words = loadi(q + d * kStepBytes);
+    for (int k = 0; k < 2; ++k) {
+      Vec low, high;
+      split_e4m3(k == 0 ? words : shr(words, 8), &low, &high);
+      store(values + kTileRows * (4 * d + k), mul(step, low));
+      store(values + kTileRows * (4 * d + k + 2), mul(step, high));
+    }
+  }
+}
+
 __attribute__((noinline)) void kept_values(Encoding encoding, const unsigned char* q, const KeptScales& at,
                                            float* values) {
   const KeptForm form = kept_form(encoding);
+  if (form.table == CodeTable::kE4m3) return fp8_values(q, at, values);
   if (form.table != CodeTable::kNone) {
     return form.subs == 4 ? kept_values_of<Kept<4, true, 4>>(encoding, q, at, values)
                           : kept_values_of<Kept<4, true, 2>>(encoding, q, at, values);
@@ -125,6 +148,43 @@ void kept_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end)
   }
 }
 
+// acc[t] plus the columns of a group, for tokens whose inputs are `stride` floats apart.
+template <int kTokens>
+MOECHAT_INLINE void add_kept_columns(const float* values, const float* x, std::int64_t stride, Vec* acc) {
+  Vec sums[kTokens];
+  for (int t = 0; t < kTokens; ++t) sums[t] = acc[t];
+  for (int c = 0; c < kGroupColumns; ++c) {
+    const Vec column = load(values + kTileRows * c);
+    MOECHAT_UNROLL
+    for (int t = 0; t < kTokens; ++t) sums[t] = fma(column, set1(x[t * stride + c]), sums[t]);
+  }
+  for (int t = 0; t < kTokens; ++t) acc[t] = sums[t];
+}
+
+// kTilesAbreast tiles of 16 output rows of a linear layer for one token.
+void kept_linear_abreast(const LinearTask& task, std::int64_t first) {
+  const Keeping keeping = Keeping::of(task.encoding, true);
+  Vec acc[kTilesAbreast];
+  for (int i = 0; i < kTilesAbreast; ++i) acc[i] = zero();
+  for (std::int64_t g = 0; g < task.groups; ++g) {
+    alignas(64) float values[kTilesAbreast][kTileRows * kGroupColumns];
+    for (int i = 0; i < kTilesAbreast; ++i) {
+      const std::int64_t tile = first + i;
+      const std::int64_t at = tile * task.groups + g;
+      const unsigned char* super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
+      kept_values(task.encoding, task.q + at * task.group_bytes,
+                  {task.sz + at * kScaleBytes, keeping.super_of(super, g)}, values[i]);
+    }
+    const float* x = task.x + g * kGroupColumns;
+    for (int c = 0; c < kGroupColumns; ++c) {
+      const Vec input = set1(x[c]);
+      MOECHAT_UNROLL
+      for (int i = 0; i < kTilesAbreast; ++i) acc[i] = fma(load(values[i] + kTileRows * c), input, acc[i]);
+    }
+  }
+  for (int i = 0; i < kTilesAbreast; ++i) store_rows(task, 0, (first + i) * kTileRows, acc[i]);
+}
+
 // 16 output rows of a linear layer for all tokens.
 void kept_linear_tile(const LinearTask& task, std::int64_t tile) {
   const Keeping keeping = Keeping::of(task.encoding, true);
@@ -138,10 +198,14 @@ void kept_linear_tile(const LinearTask& task, std::int64_t tile) {
       alignas(64) float values[kTileRows * kGroupColumns];
       kept_values(task.encoding, task.q + at * task.group_bytes,
                   {task.sz + at * kScaleBytes, keeping.super_of(super, g)}, values);
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        const float* x = task.x + ((first + t) * task.groups + g) * kGroupColumns;
-        acc[t] = add_kept_columns(values, x, acc[t]);
+      const std::int64_t stride = task.groups * kGroupColumns;
+      const float* x = task.x + first * stride + g * kGroupColumns;
+      std::int64_t t = 0;
+      for (; t + kTokensAbreast <= tokens; t += kTokensAbreast) {
+        add_kept_columns<kTokensAbreast>(values, x + t * stride, stride, acc + t);
       }
+      for (; t + 2 <= tokens; t += 2) add_kept_columns<2>(values, x + t * stride, stride, acc + t);
+      for (; t < tokens; ++t) add_kept_columns<1>(values, x + t * stride, stride, acc + t);
     }
     for (std::int64_t t = 0; t < tokens; ++t) store_rows(task, first + t, tile * kTileRows, acc[t]);
   }

@@ -110,9 +110,9 @@ MOECHAT_INLINE void note_not_finite_float(VecI floats, VecI* bad) {
   *bad = ori(*bad, addi(andi(floats, seti(0x7f800000u)), seti(0x00800000u)));
 }
 
-// Runs of 32 codes behind `floats` words: a word for a run, or one for both.
+// Runs of 32 codes behind words with fp32 scales: a word for a run, or one for both.
 template <Encoding kEncoding>
-MOECHAT_INLINE void read_integers(const LaneRows& rows, LaneGroup* to, VecI* bad) {
+MOECHAT_INLINE void read_word_blocks(const LaneRows& rows, LaneGroup* to, VecI* bad) {
   constexpr KeptForm kForm = kept_form(kEncoding);
   constexpr bool kShared = kForm.file_columns == kGroupColumns;
   constexpr int kRunBytes = 32 * kForm.code_bits / 8;
@@ -274,9 +274,9 @@ bool pack_kept_of(const KeptRows& from, const KeptPlaces& to) {
     if constexpr (kForm.file_columns == kGroupColumns * kSuperGroups) {
       const LaneRows rows{from.rows + g / kSuperGroups * kForm.file_bytes, from.row_stride};
       read_quarter<kEncoding>(rows, static_cast<int>(g % kSuperGroups), &read, &bad);
-    } else if constexpr (kForm.words == ScaleWords::kFloats) {
+    } else if constexpr (kForm.words == ScaleWords::kFloats || kForm.words == ScaleWords::kWholes) {
       constexpr int kBlocks = kGroupColumns / kForm.file_columns;
-      read_integers<kEncoding>({from.rows + kBlocks * g * kForm.file_bytes, from.row_stride}, &read, &bad);
+      read_word_blocks<kEncoding>({from.rows + kBlocks * g * kForm.file_bytes, from.row_stride}, &read, &bad);
     } else if constexpr (kForm.words == ScaleWords::kE4m3) {
       read_nvfp4({from.rows + g * kForm.file_bytes, from.row_stride}, &read, &bad);
     } else {
@@ -333,6 +333,8 @@ bool pack_kept_rows(Encoding encoding, const KeptRows& from, const KeptPlaces& t
       return pack_kept_of<Encoding::kInt8By32>(from, to);
     case Encoding::kNvfp4:
       return pack_kept_of<Encoding::kNvfp4>(from, to);
+    case Encoding::kFp8:
+      return pack_kept_of<Encoding::kFp8>(from, to);
     default:
       return pack_kept_of<Encoding::kMxfp4>(from, to);
   }

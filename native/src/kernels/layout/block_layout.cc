@@ -104,6 +104,9 @@ BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate
     throw std::invalid_argument("records of " + std::to_string(least_record_bytes) +
                                 " bytes are not a multiple of " + std::to_string(kRecordAlignment));
   }
+  if (needs_floats(gate_up) || needs_floats(down)) {
+    throw std::invalid_argument("this encoding is one of dense matrices");
+  }
   BlockLayout layout = make_shape(hidden_size, intermediate_size, has_bias, gated);
   check_columns("hidden_size", hidden_size, gate_up);
   check_columns("intermediate_size", intermediate_size, down);

@@ -107,7 +107,8 @@ enum class Encoding : int {
   kInt4By32,
   kInt8,
   kInt8By32,
-  kNvfp4
+  kNvfp4,
+  kFp8
 };
 
 // REQUIRES: 2, 3, 4 or 8 bits.
@@ -159,8 +160,8 @@ BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediat
 
 // A layout with kept encodings. Layers of a model may differ in their encodings and share the size of their
 // records: `least_record_bytes`, a multiple of 4096, or 0, is that of the largest.
-// Throws std::invalid_argument for other encodings, sizes out of range, columns that are not whole blocks of
-// the encoding.
+// Throws std::invalid_argument for other encodings and FP8, sizes out of range, columns that are not whole
+// blocks of the encoding.
 BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate_size, Encoding gate_up,
                              Encoding down, bool has_bias, std::int64_t least_record_bytes,
                              bool gated = true);

@@ -71,9 +71,9 @@ bool read_half_blocks(Encoding encoding, const unsigned char* row, std::int64_t 
 
 bool is_finite_word(std::uint32_t word) { return (word & 0x7f800000u) != 0x7f800000u; }
 
-// Runs of 32 codes behind `floats` words: a word for a run, or one for both runs of a group.
-bool read_integers(const KeptForm& form, const unsigned char* row, std::int64_t columns, std::int64_t group,
-                   FileGroup* to) {
+// Runs of 32 codes behind words with fp32 scales: a word for a run, or one for both runs of a group.
+bool read_word_blocks(const KeptForm& form, const unsigned char* row, std::int64_t columns,
+                      std::int64_t group, FileGroup* to) {
   const int run_bytes = kBlock32 * form.code_bits / 8;
   const bool shared = form.file_columns == kGroupColumns;
   const int runs = columns - group * kGroupColumns > kBlock32 ? 2 : 1;
@@ -242,6 +242,11 @@ unsigned plane_code(const unsigned char* plane, int bits, std::int64_t row, int 
   return word >> (8 * (column % 4) + bits * (dword % per_step)) & ((1u << bits) - 1u);
 }
 
+float number_of(const KeptForm& form, unsigned code) {
+  if (form.table == CodeTable::kE4m3) return half::from_fp16(e4m3_half(code));
+  return static_cast<float>(kept_value(form.table, static_cast<int>(code)));
+}
+
 struct Affine {
   float step;
   float min;
@@ -281,11 +286,11 @@ Affine affine_of(const KeptForm& form, std::uint32_t word, const std::uint16_t (
       return {step, step * static_cast<float>(of_sub & 0xffu)};
     }
     case ScaleWords::kE4m3: {
-      const std::uint32_t scale = byte(sub);
-      const std::uint32_t fp16 = (scale & 0x7fu) << 7 | (scale & 0x80u) << 8;
-      step = half::from_fp16(static_cast<std::uint16_t>(fp16)) * half::bits_to_float(both);
+      step = half::from_fp16(e4m3_half(byte(sub))) * half::bits_to_float(both);
       break;
     }
+    case ScaleWords::kWholes:
+      return {half::bits_to_float(word) * kFp8Shift, 0.0f};
   }
   return {step, step * zero};
 }
@@ -301,7 +306,9 @@ bool read_file_group(Encoding encoding, const unsigned char* row, std::int64_t c
                      FileGroup* to) {
   std::memset(to, 0, sizeof *to);
   const KeptForm form = kept_form(encoding);
-  if (form.words == ScaleWords::kFloats) return read_integers(form, row, columns, group, to);
+  if (form.words == ScaleWords::kFloats || form.words == ScaleWords::kWholes) {
+    return read_word_blocks(form, row, columns, group, to);
+  }
   if (form.words == ScaleWords::kE4m3) return read_nvfp4(row + group * form.file_bytes, to);
   if (form.file_columns == kBlock256) return read_quarter(encoding, row, group, to);
   return read_half_blocks(encoding, row, columns, group, to);
@@ -327,7 +334,7 @@ void file_group_values(Encoding encoding, const FileGroup& from, float* values) 
   for (int sub = 0; sub < form.subs; ++sub) {
     const Affine affine = affine_of(form, from.word, from.super, sub);
     for (int c = sub * columns; c < (sub + 1) * columns; ++c) {
-      values[c] = affine.step * static_cast<float>(kept_value(form.table, from.codes[c])) - affine.min;
+      values[c] = affine.step * number_of(form, from.codes[c]) - affine.min;
     }
   }
 }
@@ -367,8 +374,7 @@ void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned
       unsigned code = plane_code(q, low, row, c);
       if (form.code_bits > low) code |= plane_code(high, form.code_bits - low, row, c) << low;
       const Affine affine = affine_of(form, word, halves, c * form.subs / kGroupColumns);
-      const auto value = static_cast<float>(kept_value(form.table, static_cast<int>(code)));
-      matrix[row * stride + c] = affine.step * value - affine.min;
+      matrix[row * stride + c] = affine.step * number_of(form, code) - affine.min;
     }
   }
 }

@@ -34,6 +34,7 @@
 //   floats    d of both sub-blocks, its zero in byte 0   -        d              zero * d
 //   floats    the same of sub-block 0                    of 1     d              zero * d
 //   e4m3      e4m3 patterns of s0, s1, s2, s3            g        g * s          zero * step
+//   wholes    d of both sub-blocks                       -        256 * d        -
 //
 // Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks
 // with exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
@@ -43,10 +44,10 @@
 // `g` of NVFP4 is one fp32 in the place of two fp16, the scale of the whole matrix times 128: values are
 // stored twice as large, and the kernels read e4m3 patterns as fp16, which makes them 256 times smaller.
 //
-// Rows of the last five encodings have blocks of their own, little-endian: INT4 and INT8 the word, then the
-// codes of 64 columns; INT4_32 and INT8_32 the same for 32 columns; NVFP4 the scale of the matrix as fp32,
-// four e4m3 scales and the codes of 64 columns. Codes of 4 bits are in pairs as in Q4_0: byte i of 16 has
-// columns i and i + 16 of 32.
+// Rows of the last six encodings have blocks of their own, little-endian: INT4, INT8 and FP8 the word, then
+// the codes of 64 columns; INT4_32 and INT8_32 the same for 32 columns; NVFP4 the scale of the matrix as
+// fp32, four e4m3 scales and the codes of 64 columns. Codes of 4 bits are in pairs as in Q4_0: byte i of 16
+// has columns i and i + 16 of 32.
 #pragma once
 
 #include <cstdint>
@@ -64,11 +65,12 @@ enum class ScaleWords : int {
   kFactors,
   kNibbles,
   kFloats,
-  kE4m3
+  kE4m3,
+  kWholes
 };
 
-// How codes become integers: as they are, or through a table of 16 values.
-enum class CodeTable : int { kNone, kIq4, kE2m1 };
+// How codes become numbers: integers as they are or through a table of 16 values; e4m3 patterns.
+enum class CodeTable : int { kNone, kIq4, kE2m1, kE4m3 };
 
 struct KeptForm {
   int code_bits;
@@ -84,16 +86,17 @@ struct KeptForm {
 
 constexpr int kSuperGroups = 4;       // groups of a block of 256 columns
 constexpr float kE4m3Shift = 128.0f;  // of the scale of a matrix of NVFP4
+constexpr float kFp8Shift = 256.0f;   // of a scale of FP8
 
-constexpr int kKeptEncodings = 18;
+constexpr int kKeptEncodings = 19;
 
 // Names as in GGUF files where they have the encoding, and those of the encodings that are not kept.
 static constexpr const char* encoding_name(Encoding encoding) {
-  constexpr const char* kNames[] = {"2 bits", "3 bits", "4 bits",  "8 bits", "bf16",    "fp16",
-                                    "q4_0",   "q4_1",   "q5_0",    "q5_1",   "q8_0",    "q2_k",
-                                    "q3_k",   "q4_k",   "q5_k",    "q6_k",   "iq4_nl",  "iq4_xs",
-                                    "mxfp4",  "int4",   "int4_32", "int8",   "int8_32", "nvfp4"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kNvfp4) + 1, "a name each");
+  constexpr const char* kNames[] = {"2 bits", "3 bits",  "4 bits", "8 bits", "bf16",  "fp16", "q4_0",
+                                    "q4_1",   "q5_0",    "q5_1",   "q8_0",   "q2_k",  "q3_k", "q4_k",
+                                    "q5_k",   "q6_k",    "iq4_nl", "iq4_xs", "mxfp4", "int4", "int4_32",
+                                    "int8",   "int8_32", "nvfp4",  "fp8"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kFp8) + 1, "a name each");
   return kNames[static_cast<int>(encoding)];
 }
 
@@ -136,6 +139,8 @@ static constexpr KeptForm kept_form(Encoding encoding) {
       return {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 36};
     case Encoding::kNvfp4:
       return {4, CodeTable::kE2m1, 4, ScaleWords::kE4m3, 12, 2, kSuperGroups, 64, 40};
+    case Encoding::kFp8:
+      return {8, CodeTable::kE4m3, 2, ScaleWords::kWholes, 0, 0, 1, 64, 68};
     default:
       return {4, CodeTable::kE2m1, 2, ScaleWords::kExponents, 12, 0, 1, 32, 17};
   }
@@ -146,8 +151,20 @@ static constexpr unsigned char kIq4Values[16] = {0,   23,  44,  62,  78,  92,  1
                                                  128, 140, 152, 165, 180, 196, 216, 240};
 static constexpr unsigned char kE2m1Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// REQUIRES: codes are integers.
 static constexpr int kept_value(CodeTable table, int code) {
   return table == CodeTable::kNone ? code : (table == CodeTable::kIq4 ? kIq4Values : kE2m1Values)[code];
+}
+
+// Whether codes are floats, for which only the kernels for float inputs have products, and only of dense
+// matrices. REQUIRES: is_kept(encoding).
+static constexpr bool needs_floats(Encoding encoding) {
+  return kept_form(encoding).table == CodeTable::kE4m3;
+}
+
+// The fp16 pattern of an e4m3 pattern, which stands for a number 256 times smaller.
+static constexpr std::uint16_t e4m3_half(unsigned pattern) {
+  return static_cast<std::uint16_t>((pattern & 0x7fu) << 7 | (pattern & 0x80u) << 8);
 }
 
 // Bytes of the super field of a tile, for `groups` groups; `shared`: in gate and up.
