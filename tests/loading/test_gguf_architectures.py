@@ -16,7 +16,10 @@ from gguf_writing import all_as, write_family
 
 import moechat
 from moechat.errors import MoechatError
+from moechat.models.gguf_families.positions import rotated_share
+from moechat.models.gguf_metadata import Metadata
 from moechat.models.gguf_source import opened_gguf
+from moechat.store.gguf_header import GgufHeader
 
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33, 200, 100, 3, 90]
 
@@ -43,6 +46,14 @@ def test_mistral_large_3_is_not_taken_for_deepseek_v2(tmp_path: Path) -> None:
     with opened_gguf(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config["model_type"] == "mistral4"
         assert checkpoint.config["rope_parameters"]["llama_4_scaling_beta"] == 0.1
+
+
+def test_the_rotated_part_of_a_head_has_as_many_elements_as_the_file_says() -> None:
+    """transformers multiplies and rounds down."""
+    for size in range(32, 513, 8):
+        for rotated in range(2, size + 1, 2):
+            header = GgufHeader({"m.rope.dimension_count": rotated}, {}, 0)
+            assert int(size * rotated_share(Metadata(header, "m", "m.gguf"), size)) == rotated
 
 
 def llama4_with(factors: Any, kind: Kind, path: Path) -> None:

@@ -13,11 +13,11 @@ from moechat.models.gguf_families.architecture import (
     Places,
     attention_heads,
     joined_attention,
-    partial_rotary,
     require,
     shared_experts,
 )
 from moechat.models.gguf_families.glm import sigmoid_routing
+from moechat.models.gguf_families.positions import partial_rotary
 from moechat.models.gguf_metadata import Metadata
 
 

@@ -13,10 +13,10 @@ from moechat.models.gguf_families.architecture import (
     Config,
     Places,
     require,
-    rotary,
     shared_experts,
 )
 from moechat.models.gguf_families.glm import sigmoid_routing
+from moechat.models.gguf_families.positions import rotary
 from moechat.models.gguf_metadata import Metadata
 
 # GLM-4.7-Flash, whose early files do not state how its router scores.

@@ -13,9 +13,9 @@ from moechat.models.gguf_families.architecture import (
     Place,
     Places,
     require,
-    rotary,
     shared_experts,
 )
+from moechat.models.gguf_families.positions import rotary, rotated_share
 from moechat.models.gguf_metadata import Metadata, quoted, without_float32_rounding
 
 _KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -83,7 +83,7 @@ def _kind(metadata: Metadata, ratio: int) -> str:
 
 def _rotary(metadata: Metadata, head_dim: int) -> Config:
     """Layers with a sliding window alone have a base of their own, and no scaling."""
-    share = metadata.size("rope.dimension_count") / head_dim
+    share = rotated_share(metadata, head_dim)
     compressed = rotary(metadata, base="attention.compress_rope_freq_base")
     if compressed["rope_type"] == "yarn":
         compressed["attention_factor"] = 1.0  # as llama.cpp and the model have it

@@ -13,10 +13,10 @@ from moechat.models.gguf_families.architecture import (
     Config,
     Places,
     attention_heads,
-    partial_rotary,
     require,
     shared_experts,
 )
+from moechat.models.gguf_families.positions import partial_rotary
 from moechat.models.gguf_metadata import Metadata
 
 

@@ -10,8 +10,8 @@ from moechat.models.gguf_families.architecture import (
     Places,
     attention_heads,
     require,
-    whole_rotary,
 )
+from moechat.models.gguf_families.positions import whole_rotary
 from moechat.models.gguf_metadata import Metadata
 
 _PERIOD = 2

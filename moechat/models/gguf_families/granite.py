@@ -11,9 +11,9 @@ from moechat.models.gguf_families.architecture import (
     Places,
     attention_heads,
     require,
-    whole_rotary,
 )
 from moechat.models.gguf_families.early import interleaved_attention
+from moechat.models.gguf_families.positions import whole_rotary
 from moechat.models.gguf_metadata import Metadata
 from moechat.store.gguf_changes import LogOfNegative, Reshape
 

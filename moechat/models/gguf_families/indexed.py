@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from moechat.models.gguf_families.architecture import (
-    SIGMOID,
-    Architecture,
-    Config,
-    Places,
-    require,
-    rotary,
-)
+from moechat.models.gguf_families.architecture import SIGMOID, Architecture, Config, Places, require
 from moechat.models.gguf_families.deepseek import latent_attention, latent_layer
 from moechat.models.gguf_families.glm import sigmoid_routing
+from moechat.models.gguf_families.positions import rotary
 from moechat.models.gguf_metadata import Metadata
 
 # GLM-5.2, whose first files do not state which layers have an indexer: those up to layer 2, and every fourth.

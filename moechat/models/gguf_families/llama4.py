@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from moechat.models.gguf_families.architecture import (
     ATTENTION,
-    FREQUENCY_TABLE,
     NORMS,
     SIGMOID,
     Architecture,
     Config,
     Places,
     attention_heads,
-    factored_rotary,
     require,
 )
+from moechat.models.gguf_families.positions import FREQUENCY_TABLE, factored_rotary
 from moechat.models.gguf_metadata import Metadata
 
 # As llama.cpp has them; files do not state these.

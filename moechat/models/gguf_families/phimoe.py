@@ -13,8 +13,8 @@ from moechat.models.gguf_families.architecture import (
     Places,
     attention_heads,
     require,
-    whole_rotary,
 )
+from moechat.models.gguf_families.positions import whole_rotary
 from moechat.models.gguf_metadata import Metadata
 
 # Of Phi-3.5-MoE, the one model with scaled frequencies. The converter stores the method's default instead.
@@ -43,7 +43,7 @@ def _config(metadata: Metadata) -> Config:
         "rope_parameters": _rotary(metadata, heads["head_dim"]),
         "intermediate_size": metadata.size("feed_forward_length"),
         "num_local_experts": metadata.size("expert_count"),
-        "sliding_window": window or None,
+        "sliding_window": window if 0 < window < metadata.size("context_length") else None,
         "attention_bias": "blk.0.attn_q.bias" in metadata.header.tensors,
         "lm_head_bias": "output.bias" in metadata.header.tensors,
     }

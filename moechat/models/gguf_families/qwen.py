@@ -11,10 +11,10 @@ from moechat.models.gguf_families.architecture import (
     Place,
     Places,
     attention_heads,
-    partial_rotary,
     shared_experts,
 )
 from moechat.models.gguf_families.early import shared_expert_gate, softmax_routing
+from moechat.models.gguf_families.positions import partial_rotary
 from moechat.models.gguf_metadata import Metadata
 from moechat.store.gguf_changes import Add, Change, LogOfNegative, Reshape, Ungroup
 

@@ -14,12 +14,11 @@ from moechat.models.gguf_families.architecture import (
     Place,
     Places,
     attention_heads,
-    partial_rotary,
     require,
     shared_experts,
-    whole_rotary,
 )
 from moechat.models.gguf_families.glm import sigmoid_routing
+from moechat.models.gguf_families.positions import partial_rotary, whole_rotary
 from moechat.models.gguf_metadata import Metadata
 from moechat.store.gguf_changes import Reshape
 

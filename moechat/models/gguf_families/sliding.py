@@ -6,7 +6,6 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.gguf_families.architecture import (
     ATTENTION,
     DENSE_MLP,
-    FREQUENCY_TABLE,
     NORMS,
     QK_NORMS,
     ROUTER,
@@ -15,11 +14,15 @@ from moechat.models.gguf_families.architecture import (
     Config,
     Places,
     attention_heads,
-    factored_rotary,
     joined_attention,
     require,
-    rotary,
     shared_experts,
+)
+from moechat.models.gguf_families.positions import (
+    FREQUENCY_TABLE,
+    factored_rotary,
+    rotary,
+    rotated_share,
     whole_rotary,
 )
 from moechat.models.gguf_metadata import Metadata
@@ -70,7 +73,7 @@ def _mimo2(metadata: Metadata) -> Config:
             "models with twice as many in layers with a sliding window as in others"
         )
     head_dim = metadata.size("attention.key_length")
-    share = metadata.size("rope.dimension_count", head_dim) / head_dim
+    share = rotated_share(metadata, head_dim)
     base = rotary(metadata)
     sliding = {
         "rope_type": "default",

@@ -15,8 +15,8 @@ from moechat.models.gguf_families.architecture import (
     attention_heads,
     require,
     shared_experts,
-    whole_rotary,
 )
+from moechat.models.gguf_families.positions import whole_rotary
 from moechat.models.gguf_metadata import Metadata
 from moechat.store.gguf_changes import Reshape
 

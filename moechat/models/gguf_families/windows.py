@@ -14,9 +14,9 @@ from moechat.models.gguf_families.architecture import (
     Config,
     Places,
     require,
-    rotary,
     shared_experts,
 )
+from moechat.models.gguf_families.positions import rotary, rotated_share
 from moechat.models.gguf_metadata import Metadata
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -52,11 +52,9 @@ def _laguna(metadata: Metadata) -> Config:
     gate = metadata.header.tensors.get("blk.0.attn_gate.weight")
     if gate is None:
         raise CheckpointError(f"{metadata.where} lacks blk.0.attn_gate.weight")
-    full = rotary(metadata) | {
-        "partial_rotary_factor": metadata.size("rope.dimension_count", head_dim) / head_dim
-    }
+    full = rotary(metadata) | {"partial_rotary_factor": rotated_share(metadata, head_dim)}
     sliding = _sliding_rotary(metadata) | {
-        "partial_rotary_factor": metadata.size("rope.dimension_count_swa", head_dim) / head_dim
+        "partial_rotary_factor": rotated_share(metadata, head_dim, "rope.dimension_count_swa")
     }
     return {
         "model_type": "laguna",
