@@ -37,6 +37,7 @@ _REPOSITORIES = {
     "google/gemma-4-26b-a4b-it": "gemma-4-26b-a4b",
     "poolside/laguna-xs-2.1": "laguna-xs-2.1",
     "minimaxai/minimax-m2.5": "minimax-m2.5",
+    "nvidia/nvidia-nemotron-3.5-lightning-30b-a3b-bf16": "nemotron-3.5-lightning",
     "deepseek-ai/deepseek-v4-flash": "deepseek-v4-flash",
 }
 

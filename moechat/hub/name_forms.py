@@ -20,6 +20,7 @@ _ALIAS_OF_SHAPE = {
     "gemma-4-26b-a4b": "gemma4",
     "laguna-xs-2.1": "laguna",
     "minimax-m2.5": "minimax",
+    "nemotron-3.5-lightning": "nemotron",
 }
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SCHEME = re.compile(r"https?://", re.IGNORECASE)

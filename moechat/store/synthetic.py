@@ -254,17 +254,25 @@ def _packed(geometry: ExpertGeometry, fan_in: int, generator: np.random.Generato
             for size in (inner, inner, hidden)
         )
         biases = (gate, up, down)
-    shapes = (((inner, hidden), hidden), ((inner, hidden), hidden), ((hidden, inner), fan_in))
+    into, out_of = ((inner, hidden), hidden), ((hidden, inner), fan_in)
+    # Without a gate projection the only one into the neurons is called gate, and there is no up.
+    gated = geometry.gate.gated
     if geometry.bits == 16:
-        matrices = [
-            np.float32(inputs**-0.5) * generator.standard_normal(shape, dtype=np.float32)
-            for shape, inputs in shapes
-        ]
-        _native.pack_expert(geometry.layout, matrices[0], matrices[1], matrices[2], biases, out)
-    else:
-        coded = [_codes(geometry.bits, shape, inputs, generator) for shape, inputs in shapes]
-        _native.pack_quantized(geometry.layout, *coded[0], *coded[1], *coded[2], biases, out)
+        weights, others = _values(*into, generator), _values(*into, generator) if gated else None
+        _native.pack_expert(geometry.layout, weights, others, _values(*out_of, generator), biases, out)
+        return out
+    bits = geometry.bits
+    coded = _codes(bits, *into, generator)
+    up_coded, up_scales = _codes(bits, *into, generator) if gated else (None, None)
+    down_coded = _codes(bits, *out_of, generator)
+    _native.pack_quantized(geometry.layout, *coded, up_coded, up_scales, *down_coded, biases, out)
     return out
+
+
+def _values(shape: tuple[int, int], inputs: int, generator: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Random weights of variance ``1 / inputs``."""
+    values: npt.NDArray[np.float32] = generator.standard_normal(shape, dtype=np.float32)
+    return values * np.float32(inputs**-0.5)
 
 
 def _codes(

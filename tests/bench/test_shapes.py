@@ -37,6 +37,7 @@ FACTS = {
     "laguna-xs-2.1": (256, 8, 2048, 512, 39),
     "minimax-m2.5": (256, 8, 3072, 1536, 62),
     "deepseek-v4-flash": (256, 6, 4096, 2048, 43),
+    "nemotron-3.5-lightning": (128, 6, 2688, 1856, 23),
 }
 # Billions of parameters, embeddings and all.
 PARAMETERS = {
@@ -56,12 +57,19 @@ PARAMETERS = {
     "laguna-xs-2.1": 33.4,
     "minimax-m2.5": 228.7,
     "deepseek-v4-flash": 284.3,
+    "nemotron-3.5-lightning": 31.6,
 }
 
 # The first layer has no experts.
-FIRST_DENSE = {"deepseek-v2-lite", "glm-4.7-flash", "glm-4.5-air", "laguna-xs-2.1"}
-# Every fourth layer has attention that keeps keys and values.
-LINEAR = {"qwen3.6-35b-a3b", "qwen3-coder-next"}
+FIRST_DENSE = {
+    "deepseek-v2-lite",
+    "glm-4.7-flash",
+    "glm-4.5-air",
+    "laguna-xs-2.1",
+    "nemotron-3.5-lightning",
+}
+# Layers up to the first with attention that keeps keys and values, where that is not among the first three.
+LEAST_LAYERS = {"qwen3.6-35b-a3b": 4, "qwen3-coder-next": 4, "nemotron-3.5-lightning": 6}
 
 
 def test_all_shapes_are_known() -> None:
@@ -83,7 +91,8 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
     assert len(model.layers) == layers
     text = shape.config.get_text_config()
     assert (getattr(text, "num_experts_per_tok", None) or text.top_k_experts) == top_k
-    weights = layers * experts * (3 * hidden * inner + (2 * inner + hidden) * geometry.has_bias)
+    matrices = 3 if geometry.gate.gated else 2
+    weights = layers * experts * (matrices * hidden * inner + (2 * inner + hidden) * geometry.has_bias)
     total = (weights + model.dense_bytes // 2) / 1e9
     assert total == pytest.approx(PARAMETERS[name], rel=0.01)
 
@@ -152,6 +161,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "intermediate_size": 96,
     },
+    "nemotron-3.5-lightning": {
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_routed_experts": 8,
+        "hidden_size": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+    },
     "deepseek-v4-flash": {"moe_intermediate_size": 64, "n_routed_experts": 8, "hidden_size": 64},
     "gemma-4-26b-a4b": {
         "moe_intermediate_size": 64,
@@ -170,7 +187,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sorted(FACTS))
 def test_stores_of_every_family_load_and_stay_finite(name: str, tmp_path: Path) -> None:
-    shape = load_shape(name, layers=4 if name in LINEAR else 3, vocabulary=300)
+    shape = load_shape(name, layers=LEAST_LAYERS.get(name, 3), vocabulary=300)
     for key, value in SMALL[name].items():
         setattr(shape.config, key, value)
     store = synthetic_store(shape, tmp_path)
