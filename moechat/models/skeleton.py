@@ -29,6 +29,7 @@ from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
+from moechat.models.mamba_scan import carry_scan_states
 from moechat.store.quantised.schemes import require_readable
 
 # Attribute of an experts module that holds the object that computes it.
@@ -210,6 +211,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
         ) from error
     _keep_text_part(model)
     adapt_experts(model, experts_implementation)
+    carry_scan_states(model)
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
