@@ -144,7 +144,7 @@ def test_a_gpu_gets_quantised_experts_and_a_notice(model: tuple[Path, Path]) -> 
     ("changed", "reason"),
     [
         ({"blk.1.ffn_up_exps.weight": Kind.Q6_K}, "the gate and up matrices of layer 1 are Q4_K and Q6_K"),
-        ({"blk.1.ffn_down_exps.weight": Kind.F16}, "layer 1 has experts of another type"),
+        ({"blk.1.ffn_down_exps.weight": Kind.F16}, "'blk.1.ffn_down_exps.weight' has another type"),
     ],
 )
 def test_experts_that_cannot_be_kept_are_quantised_with_the_reason(
@@ -170,7 +170,9 @@ def test_a_scale_that_is_not_finite_is_an_error_and_writes_no_store(
     place = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_up_exps.weight")
     content[place.data_offset : place.data_offset + 2] = np.array([np.nan], np.float16).tobytes()
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"expert 0 of layer 1 .* cannot be read: up scale at row 0"):
+    with pytest.raises(
+        CheckpointError, match=r"'blk\.1\.ffn_up_exps\.weight' is damaged.*expert 0, up scale at row 0"
+    ):
         store_of(path, [])
     assert list(moechat_home.rglob("manifest.json")) == []
 
