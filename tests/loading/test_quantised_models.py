@@ -353,8 +353,10 @@ def assert_like(made: Store, expected: Store) -> None:
             assert float((ours == theirs).double().mean()) > 0.999
 
 
-def write_kept_values(packed: Path, decoded: Path) -> None:
-    """Replace the values of dense weights that are kept by those before they are rounded to 16 bits."""
+def write_kept_values(packed: Path, decoded: Path, *, experts: bool = False) -> None:
+    """Replace the values of weights that are kept, dense ones or all, by those before they are rounded to 16
+    bits.
+    """
     checkpoint = Checkpoint.open(packed)
     tensors = checkpoint.tensors
     assert isinstance(tensors, PackedTensors)
@@ -364,6 +366,8 @@ def write_kept_values(packed: Path, decoded: Path) -> None:
         for name in plan_checkpoint(checkpoint).dense_keys
         if tensors.dense_encoding(name) and "kv_b_proj" not in name
     ]
+    if experts:
+        dense += [name for name in plan_checkpoint(checkpoint).expert_tensors() if tensors.encoding(name)]
     exact = {name: torch.from_numpy(tensors.codes(name).values()) for name in dense}
     change_tensors(decoded, lambda plain: plain.update(exact))
 
@@ -377,6 +381,33 @@ def test_logits_are_those_of_transformers(moechat_home: Path, pair: tuple[Path, 
     with moechat.load(packed, bits=16, dense_bits=16, dtype="float32", activation_bits=32) as engine:
         ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("awq", "INT4_32"),
+        ("auto-round as awq", "INT4"),
+        ("int8 in words", "INT8"),
+        ("nvfp4 of compressed-tensors", "NVFP4"),
+        ("nvfp4 of modelopt", "NVFP4"),
+    ],
+)
+def test_logits_of_kept_experts_are_those_of_the_values_in_the_file(
+    tmp_path: Path, moechat_home: Path, name: str, title: str
+) -> None:
+    case = CASES[name]
+    source = write_source(tmp_path / "source", case.family, dtype=case.dtype)
+    packed, decoded = tmp_path / "packed", tmp_path / "decoded"
+    write_pair(source, packed, decoded, case.pack, case.settings, choose=case.choose)
+    write_kept_values(packed, decoded, experts=True)
+    model = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    with moechat.load(packed, dense_bits=16, dtype="float32", activation_bits=32) as engine:
+        ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
+        assert engine.describe().experts_form == title
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
