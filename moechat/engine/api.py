@@ -87,7 +87,7 @@ def load(
     ref = resolve(name, bits=parsed.bits)
     if parsed.gpu is not None and offload.accelerator is None:
         require_gpu(parsed.gpu)  # before a conversion that may take long
-    store = open_store(ref, parsed.bits, report, on_gpu=parsed.gpu is not None)
+    store = open_store(ref, parsed.bits, report)
     engine = Engine(
         load_model(store, parsed, offload=offload, report=report),
         name=ref.name,

@@ -289,7 +289,6 @@ def prepare_download(
     *,
     keep_source: bool,
     notice: Notice,
-    on_gpu: bool = False,
 ) -> Iterator[Download]:
     """Plan a download from configuration and headers alone, and check that the model is supported.
 
@@ -301,7 +300,6 @@ def prepare_download(
         paths: The user's directories.
         keep_source: Keep the shards.
         notice: Receives messages about lost connections, and what a conversion loses.
-        on_gpu: The store is for a GPU.
 
     Raises:
         UnsupportedModelError: The model is not supported.
@@ -318,7 +316,7 @@ def prepare_download(
         headers = read_headers(transfer, selection)
         checkpoint = checkpoint_from_headers(directory, remote, selection, headers)
         plan = plan_checkpoint(checkpoint)
-        chosen, lost = choose_bits(bits, plan, on_gpu=on_gpu)
+        chosen, lost = choose_bits(bits, plan)
         if lost:
             notice(lost)
         files = {file.path for file in selection.side}.union(os.listdir(checkpoint.path))

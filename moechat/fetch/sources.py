@@ -78,7 +78,7 @@ class Source:
 
         Args:
             store_bits: Bits of the store.
-            stays: Encodings are kept where they can be: on the CPU, with the usual bits.
+            stays: The bits are the usual ones, so encodings that a kernel reads are kept.
         """
         if self.original or (stays and self.may_stay):
             return True
@@ -207,7 +207,6 @@ def choose_source(
     speeds: Mapping[int, Expected],
     *,
     bits: int | None = None,
-    on_gpu: bool = False,
 ) -> Choice:
     """Choose bits for this machine's memory, and order the sources for them.
 
@@ -220,7 +219,6 @@ def choose_source(
         speeds: Expected speed on this machine by bits; bits that do not fit into its memory are absent.
         bits: Bits that the user gave, or ``None``: then encodings of files with about the usual bits are kept
             where a kernel reads them, so that these files lose nothing.
-        on_gpu: A GPU computes, whose kernels read no encodings of files.
 
     Raises:
         DoesNotFitError: No bits fit, or there is no source.
@@ -229,7 +227,7 @@ def choose_source(
     if not sources:
         raise DoesNotFitError("none of the repositories has weights that can be read")
 
-    stays = bits is None and chosen == USUAL_BITS and not on_gpu
+    stays = bits is None and chosen == USUAL_BITS
 
     def order(source: Source) -> tuple[bool, float, int, bool, str]:
         keeps = source.keeps(chosen, stays=stays)

@@ -32,7 +32,6 @@ from moechat.offload.settings import OffloadOptions
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.offload.upkeep import Upkeep
 from moechat.options import LoadOptions
-from moechat.store.kept import require_for_gpu
 from moechat.store.store import Store
 
 
@@ -52,7 +51,6 @@ def load_model(store: Store, options: LoadOptions, *, offload: OffloadOptions, r
     """
     if options.gpu is None:
         return _load(store, options, offload, report, HostPlacement(), None)
-    require_for_gpu(store.geometry, store.manifest.source.name)
     gpu: Accelerator = offload.accelerator or Accelerator(options.gpu)
     # Only with a GPU: it imports Triton, which machines without one may lack.
     from moechat.offload.gpu import GpuPlacement

@@ -25,7 +25,7 @@ _NOT_KEPT = "not_kept"
 _TRIES = 3  # attempts to open a store that other processes replace meanwhile
 
 
-def open_store(ref: ModelRef, bits: int | None, report: Report, *, on_gpu: bool = False) -> Store:
+def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     """Open and verify the store of a model; a checkpoint is converted first, if it was not before.
 
     Args:
@@ -33,13 +33,12 @@ def open_store(ref: ModelRef, bits: int | None, report: Report, *, on_gpu: bool 
         bits: Bits of an expert weight that the user wants; ``None``: those of a finished store, else see
             :func:`moechat.store.kept.choose_bits`.
         report: Receives progress.
-        on_gpu: A GPU computes the experts.
 
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
     for _ in range(_TRIES):
-        store = _find_store(ref, bits, report, on_gpu)
+        store = _find_store(ref, bits, report)
         store.hold()
         store.ensure_verified(
             user_paths().state,
@@ -68,7 +67,7 @@ def _replaced(store: Store) -> StoreDamagedError:
     )
 
 
-def _find_store(ref: ModelRef, bits: int | None, report: Report, on_gpu: bool) -> Store:
+def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     if ref.store is not None:
         store = Store.open(ref.store)
         if bits is not None and bits != store.geometry.wanted:
@@ -81,45 +80,41 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report, on_gpu: bool) -
     if ref.checkpoint.is_file():
         # Reading a GGUF file's header and vocabulary takes seconds, so look for a current store first.
         fingerprint = gguf_fingerprint(all_parts(ref.checkpoint))
-        found = _current(ref, bits, fingerprint, on_gpu=on_gpu, encoded=True)
+        found = _current(ref, bits, fingerprint, encoded=True)
         if found is not None:
             return found
         with opened_gguf(ref.checkpoint) as opened:
-            return _converted(opened, ref, bits, report, on_gpu)
+            return _converted(opened, ref, bits, report)
     checkpoint = Checkpoint.open(ref.checkpoint)
     encoded = may_be_kept(checkpoint)
-    found = _current(ref, bits, checkpoint.fingerprint(), on_gpu=on_gpu, encoded=encoded)
-    return found or _converted(checkpoint, ref, bits, report, on_gpu)
+    found = _current(ref, bits, checkpoint.fingerprint(), encoded=encoded)
+    return found or _converted(checkpoint, ref, bits, report)
 
 
-def _current(
-    ref: ModelRef, bits: int | None, fingerprint: str, *, on_gpu: bool, encoded: bool
-) -> Store | None:
+def _current(ref: ModelRef, bits: int | None, fingerprint: str, *, encoded: bool) -> Store | None:
     """The store that a conversion would make, if it is here and its source has not changed since.
 
     A changed source makes :func:`_converted` replace the store once the new one is complete. If the user has
     not chosen the bits, and the source may have an encoding that a store can keep (``encoded``), a store that
     quantised it anew counts only if it could not.
     """
-    for candidate in (bits,) if bits is not None else (DEFAULT_BITS,) if on_gpu else (KEEP, DEFAULT_BITS):
+    for candidate in (bits,) if bits is not None else (KEEP, DEFAULT_BITS):
         destination = ref.library_path(user_paths().models, candidate)
         manifest = destination / MANIFEST_NAME
         if not manifest.exists():
             continue
         with suppress(StoreFormatError):  # replaced too
             read = Manifest.read(manifest)
-            wanted = bits is not None or on_gpu or candidate == KEEP or not encoded
+            wanted = bits is not None or candidate == KEEP or not encoded
             if read.source.fingerprint == fingerprint and (wanted or _NOT_KEPT in read.created_by):
                 return Store.open(destination)
     return None
 
 
-def _converted(
-    checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report, on_gpu: bool
-) -> Store:
+def _converted(checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report) -> Store:
     plan = plan_checkpoint(checkpoint)
     require_assets(checkpoint.path)
-    bits, lost = choose_bits(wanted, plan, on_gpu=on_gpu)
+    bits, lost = choose_bits(wanted, plan)
     destination = ref.library_path(user_paths().models, bits)
     if lost:
         report(Progress("notice", 0, None, lost))

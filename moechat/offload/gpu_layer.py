@@ -171,7 +171,8 @@ class GpuExpertLayer:
     ) -> torch.Tensor:
         tier, pages, tokens = self.tier, self.pages, len(x)
         # Read once: another thread may close the tier, and kernels read these pages until the pass is over.
-        kernels, accelerator, memory, lists = pages.kernels, pages.accelerator, pages.memory, pages.lists
+        kernels, accelerator = pages.kernels_of(self.ordinal), pages.accelerator
+        memory, lists = pages.memory, pages.lists
         clocks, record_bytes = pages.clocks, pages.geometry.record_bytes
         items = lists.begin(tier.runner, tokens, activations // max(1, tokens))
         partial = kernels.partials(items, x.dtype)

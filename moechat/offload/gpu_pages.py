@@ -41,7 +41,6 @@ class GpuPages:
 
     Attributes:
         memory: uint8 ``[pages, record_bytes]``; empty while no pages are open.
-        kernels: Kernels of these experts.
         lists: Lists of blocks that host and GPU share.
         far_records: Records of each layer in host memory; empty: the CPU computes none of them.
         clocks: Times of decoded tokens.
@@ -57,7 +56,7 @@ class GpuPages:
         self.accelerator = accelerator
         self.geometry = geometry
         self.routers = routers
-        self.kernels = BlockKernels(geometry, accelerator.device)
+        self._kernels: dict[object, BlockKernels] = {}
         self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
         self.memory = torch.empty(0)
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
@@ -66,6 +65,22 @@ class GpuPages:
         self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
         self.lookup: PageLookup | None = None
         self._far_out: torch.Tensor | None = None
+
+    def kernels_of(self, ordinal: int) -> BlockKernels:
+        """Kernels of expert layer ``ordinal``; layers with the same encodings and gate share them."""
+        kind = self._kind(ordinal)
+        if kind not in self._kernels:
+            self._kernels[kind] = BlockKernels(self.geometry, self.accelerator.device, ordinal)
+        return self._kernels[kind]
+
+    def differing_layers(self) -> list[int]:
+        """One expert layer for every kind of kernels."""
+        layers = max(1, len(self.geometry.kept), len(self.geometry.layer_gates))
+        return list({self._kind(ordinal): ordinal for ordinal in range(layers)}.values())
+
+    def _kind(self, ordinal: int) -> object:
+        geometry = self.geometry
+        return geometry.kept[ordinal] if geometry.kept else None, geometry.gate_of(ordinal)
 
     def open(self, pages: int) -> int:
         """Allocate pages; returns their address.
@@ -133,12 +148,13 @@ class GpuPages:
             ends = places * tokens
             items = Items.build(ends, token, np.ones(rows * tokens, np.float32), tokens, device)
             x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
-            partial = self.kernels.partials(items, dtype)
             none = np.zeros(rows, np.int32)
             blocks = BlockList.build(none, places, none, ends, device)
-            self.kernels.add(self.memory, blocks, items, x, partial)
-            for others in (None, torch.zeros_like(x, dtype=torch.float32)):
-                self.kernels.combine(partial, items, torch.empty_like(x), others)
+            for kernels in map(self.kernels_of, self.differing_layers()):
+                partial = kernels.partials(items, dtype)
+                kernels.add(self.memory, blocks, items, x, partial)
+                for others in (None, torch.zeros_like(x, dtype=torch.float32)):
+                    kernels.combine(partial, items, torch.empty_like(x), others)
 
 
 def routers_on(routers: Sequence[Any], device: torch.device) -> list[Ranks | None]:

@@ -192,6 +192,6 @@ def launches(picks: int, blocks: int) -> list[Kernel]:
         blocks: Of an expert.
     """
     return [
-        Kernel("look_up", _look_up_constants(picks, blocks), {}, _WARPS),
-        Kernel("apply_changes", _CHANGE_CONSTANTS, {}, _WARPS),
+        Kernel(triton_lookup.look_up, _look_up_constants(picks, blocks), {}, _WARPS),
+        Kernel(triton_lookup.apply_changes, _CHANGE_CONSTANTS, {}, _WARPS),
     ]

@@ -102,7 +102,8 @@ class RunAhead:
         self._points = [accelerator.point() for _ in range(DEPTH)]
         # Kernels are built before they are recorded.
         self._lookup.refuse_all()
-        self.launch(0, requests[0], sums[0])
+        for ordinal in self._pages.differing_layers():
+            self.launch(ordinal, requests[ordinal], sums[ordinal])
         self._lookup.launch_changes(self._lookup.fill(0, clear=True))
         accelerator.finish_stream()
         self._changes = [
@@ -129,7 +130,7 @@ class RunAhead:
             request: Its request.
             total: Memory for its sum, ``[1, hidden]``: zeros where a block is missing.
         """
-        lookup, kernels = self._lookup, self._pages.kernels
+        lookup, kernels = self._lookup, self._pages.kernels_of(ordinal)
         lookup.launch(ordinal, request.packed, self._reports[ordinal])
         parts = kernels.partials(lookup.items, request.x.dtype)
         kernels.add(self._pages.memory, lookup.blocks, lookup.items, request.x, parts)

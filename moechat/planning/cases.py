@@ -117,7 +117,7 @@ class Cases:
                 on_gpu=on_gpu,
                 source=found.headers,
             )
-            self.geometry, self.remark = found.geometry(self.outline, on_gpu=on_gpu)
+            self.geometry, self.remark = found.geometry(self.outline)
         self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
         self.needs: Needs = memory_needs(self.outline, self.geometry, memory)

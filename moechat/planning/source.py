@@ -54,17 +54,13 @@ class PlannedModel:
     source_format: str | None = None
     experts: CheckpointPlan | None = None
 
-    def geometry(self, outline: ModelOutline, *, on_gpu: bool) -> tuple[ExpertGeometry, str]:
+    def geometry(self, outline: ModelOutline) -> tuple[ExpertGeometry, str]:
         """Shape and encoding of the experts, as loading finds or makes them, and a remark or nothing.
 
         Args:
             outline: Sizes of the model.
-            on_gpu: A GPU computes the experts.
-
-        Raises:
-            UnsupportedModelError: Kernels for GPUs do not read or compute the experts.
         """
-        from moechat.store.kept import choose_bits, require_for_gpu
+        from moechat.store.kept import choose_bits
 
         lost = ""
         if self.store is not None:
@@ -72,11 +68,9 @@ class PlannedModel:
         elif self.experts is None:
             geometry = outline.geometry(self.bits)
         else:
-            bits, lost = choose_bits(None, self.experts, on_gpu=on_gpu)
+            bits, lost = choose_bits(None, self.experts)
             kept = self.experts.kept if bits == KEEP else ()
             geometry = replace(outline.geometry(nominal_bits(kept) if kept else bits), kept=kept)
-        if on_gpu:
-            require_for_gpu(geometry, self.name)
         return geometry, lost
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moechat import _native
-from moechat.errors import UnsupportedModelError
-from moechat.geometry import DEFAULT_BITS, KEEP, ExpertGeometry, encodings_title
+from moechat.geometry import DEFAULT_BITS, KEEP, ExpertGeometry
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource
 
@@ -66,31 +65,12 @@ def may_be_kept(checkpoint: Checkpoint) -> bool:
     return any(tensors.encoding(key) is not None for key in tensors)
 
 
-def require_for_gpu(geometry: ExpertGeometry, name: str) -> None:
-    """Check that kernels for GPUs read the experts of a store.
-
-    Raises:
-        UnsupportedModelError: They are kept in the encodings of their source, or their gates differ by layer.
-    """
-    if geometry.layer_gates:
-        raise UnsupportedModelError(
-            f"{name} has experts with gates that differ by layer, which kernels for GPUs do not compute",
-            hint="run it on the CPU: --device cpu",
-        )
-    if geometry.kept:
-        raise UnsupportedModelError(
-            f"the experts of {name} are stored as {geometry.title}, which kernels for GPUs do not read",
-            hint=f"name the file that it was made from, with --bits {DEFAULT_BITS}",
-        )
-
-
-def choose_bits(wanted: int | None, plan: CheckpointPlan, *, on_gpu: bool) -> tuple[int, str]:
+def choose_bits(wanted: int | None, plan: CheckpointPlan) -> tuple[int, str]:
     """The bits to convert with.
 
     Args:
         wanted: Bits of a weight that the user has given.
         plan: The experts of the source.
-        on_gpu: A GPU computes them: its kernels do not read kept encodings.
 
     Returns:
         ``wanted``, else :data:`moechat.geometry.KEEP` if possible, else 4; then a notice, empty if values do
@@ -98,14 +78,8 @@ def choose_bits(wanted: int | None, plan: CheckpointPlan, *, on_gpu: bool) -> tu
     """
     if wanted is not None:
         return wanted, ""
-    if plan.kept and not on_gpu:
-        return KEEP, ""
     if plan.kept:
-        title = encodings_title(plan.kept)
-        return DEFAULT_BITS, (
-            f"the experts are {title}, which kernels for GPUs do not read: they are quantised again to "
-            f"{DEFAULT_BITS} bits, which loses some accuracy"
-        )
+        return KEEP, ""
     if plan.not_kept:
         return DEFAULT_BITS, (
             f"the experts are quantised again to {DEFAULT_BITS} bits, which loses some accuracy: "

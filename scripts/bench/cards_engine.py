@@ -208,7 +208,8 @@ class TimedEngine:
         self.gpu = TimedGpu(clock, subject.profile, shape, subject.context, layer_host)
         placement = GpuPlacement(self.gpu, geometry)
         pages = placement.pages
-        pages.kernels = TimedKernels(geometry, self.gpu)
+        kernels = TimedKernels(geometry, self.gpu)
+        pages.kernels_of = lambda _: kernels  # type: ignore[method-assign]
         pages.lists = TimedLists(geometry, clock, self.gpu.stream())
         pages.routers = [RankedRouter(geometry.num_experts)] * layers if rankings is not None else ()
         far = NoMemory(geometry, layers)

@@ -109,8 +109,8 @@ def kinds(chosen: Choice) -> list[str]:
     return [source.name.rpartition("-")[2].partition(".")[0] for source in chosen.sources]
 
 
-def test_on_a_gpu_the_smallest_download_that_loses_hardly_anything_when_converted_comes_first() -> None:
-    chosen = choose_source(all_sources(), {4: speed(10)}, on_gpu=True)
+def test_the_smallest_download_that_loses_hardly_anything_when_converted_comes_first() -> None:
+    chosen = choose_source(all_sources(), {4: speed(10)}, bits=4)
     assert (chosen.bits, chosen.stays) == (4, False)
     # FP8 before Q8_0 before the maker's 16 bits; then those with too few bits, most bits first.
     assert kinds(chosen) == ["FP8", "00002", "35B", "Q6_K", "Q4_K_XL", "IQ4_XS"]
@@ -122,7 +122,7 @@ def test_on_a_gpu_the_smallest_download_that_loses_hardly_anything_when_converte
     assert for_eight.why == "the only one of 6 that loses hardly anything at 8 bits"
 
 
-def test_without_a_gpu_files_that_stay_as_they_are_lose_nothing() -> None:
+def test_files_that_stay_as_they_are_lose_nothing() -> None:
     chosen = choose_source(all_sources(), {4: speed(10)})
     assert chosen.stays
     assert kinds(chosen) == ["IQ4_XS", "Q4_K_XL", "FP8", "00002", "35B", "Q6_K"]
@@ -134,12 +134,12 @@ def test_the_makers_own_format_counts_as_the_original_at_any_size() -> None:
     release = repository("maker/Small-FP4", {"model.safetensors": 12})
     files = repository("people/Small-GGUF", {"Small-MXFP4.gguf": 11})
     sources = [*list_sources(release, original=True), *list_sources(files, original=False)]
-    assert choose_source(sources, {4: speed(10)}, on_gpu=True).sources[0].name == "maker/Small-FP4"
+    assert choose_source(sources, {4: speed(10)}, bits=4).sources[0].name == "maker/Small-FP4"
 
 
 def test_without_the_makers_repository_the_next_best_is_taken() -> None:
     only = [source for source in all_sources() if source.bits in (4.5, 4.25)]
-    chosen = choose_source(only, {4: speed(10)}, on_gpu=True)
+    chosen = choose_source(only, {4: speed(10)}, bits=4)
     assert chosen.sources[0].bits == 4.5
     assert chosen.why == "the files with most bits; converting them to 4 bits adds a second loss"
     with pytest.raises(DoesNotFitError, match="none of the repositories"):

@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import moechat
-from moechat.errors import CheckpointError, DoesNotFitError, UnsupportedModelError
+from moechat.errors import CheckpointError, DoesNotFitError
 from moechat.geometry import KEEP, ExpertGeometry
 from moechat.hub.names import resolve
 from moechat.loading.model import Progress
 from moechat.loading.stores import open_store
-from moechat.store.kept import require_for_gpu
 from moechat.store.store import Store
 
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33, 60, 61, 62, 63]
@@ -126,18 +125,6 @@ def test_bits_that_are_asked_for_quantise_the_experts_anew(model: tuple[Path, Pa
     assert kept.path.name.endswith("-kept")
     assert notices == []
     assert moechat.plan(path, bits=4).experts_form == "4 bits"
-
-
-def test_a_gpu_gets_quantised_experts_and_a_notice(model: tuple[Path, Path]) -> None:
-    path, _ = model
-    notices: list[str] = []
-    kept = store_of(path, notices)
-    made = store_of(path, notices, on_gpu=True)
-    assert made.geometry.title == "4 bits"
-    assert any("kernels for GPUs do not read" in notice for notice in notices)
-    with pytest.raises(UnsupportedModelError, match="stored as Q4_K and Q6_K") as caught:
-        require_for_gpu(kept.geometry, "m")
-    assert "--bits 4" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ from families import tiny_family
 from tiny import write_tiny_checkpoint
 
 import moechat
-from moechat.errors import UnsupportedModelError
-from moechat.geometry import Activation
 from moechat.offload.settings import OffloadOptions
-from moechat.store.kept import require_for_gpu
 
 PROMPT = list(range(3, 17))
 
@@ -44,12 +40,3 @@ def test_the_weights_are_counted(model: Path) -> None:
     with moechat.load(model, bits=4) as engine:
         geometry = engine.loaded.store.geometry
         assert geometry.expert_weights == 2 * geometry.hidden_size * geometry.intermediate_size
-
-
-def test_kernels_for_gpus_refuse_gates_that_differ_by_layer(model: Path) -> None:
-    with moechat.load(model, bits=4) as engine:
-        geometry = engine.loaded.store.geometry
-    require_for_gpu(geometry, "nemotron")
-    others = (geometry.gate, replace(geometry.gate, activation=Activation.SILU))
-    with pytest.raises(UnsupportedModelError, match="gates that differ by layer"):
-        require_for_gpu(replace(geometry, layer_gates=others), "nemotron")

@@ -14,18 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moechat.geometry import ExpertGeometry, Gate, WeightType
+from moechat.geometry import ExpertGeometry, Gate, WeightType, nominal_bits
 from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
     launch,
     packed_linear,
-    triton_attention,
-    triton_blocks,
-    triton_few,
-    triton_kept,
-    triton_linear,
-    triton_lookup,
 )
 
 SCALARS = {
@@ -39,7 +33,7 @@ SCALARS = {
 }  # fmt: skip
 POINTERS = {
     "pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32",
-    "stats": "*fp32", "numbers": "*i64",
+    "stats": "*fp32", "table": "*fp32", "numbers": "*i64",
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
 EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
@@ -54,8 +48,14 @@ ATTENTION = {
 }
 
 
-def kernel_named(name):
-    return getattr(triton_few if name == "blocks" else triton_blocks, name)
+def geometry_of(encoding):
+    """Experts in an encoding such as 4 or 16h, or in kept ones: q4_k:q6_k for gate and up and for down."""
+    kept = () if encoding[0].isdigit() else (tuple(encoding.split(":")),)
+    half = WeightType.FP16 if encoding.endswith("h") else WeightType.BF16
+    bits = nominal_bits(kept) if kept else int(encoding.rstrip("h"))
+    sizes = (4096, 1536) if kept else (2880, 2880)
+    gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
+    return ExpertGeometry(*sizes, 32, bits, half, gate, has_bias=True, kept=kept)
 
 
 def build(kernel, constants, types, warps, capability, stages=None, even=EVEN):
@@ -136,14 +136,13 @@ def compile_attention(names, capabilities, dtype, results):
             cores = capability >= 80
             stages = attention.Launch.of(shape, count, tensor_cores=cores).stages
             for plan in attention.launches(shape, count, tensor_cores=cores, sinks=sinks):
-                kernel = getattr(triton_attention, plan.kernel)
-                built = build(kernel, plan.constants, plan.types, plan.warps, capability, stages, even)
+                built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability, stages, even)
                 found = sizes_of(built) if only else {**sizes_of(built), **registers_of(built)}
-                results[f"{plan.kernel} sm_{capability} {name}"] = found
+                results[f"{plan.kernel.__name__} sm_{capability} {name}"] = found
 
 
 def main() -> None:
-    """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
+    """Arguments: capabilities, encodings as in :func:`geometry_of`, numbers of items, with commas; a type.
 
     No numbers of items: the kernels of packed dense layers, without and with a bias, for bits or encodings of
     GGUF files such as q4_k. ``attention`` in place
@@ -156,9 +155,8 @@ def main() -> None:
     if encodings == ["lookup"]:
         for picks, capability in itertools.product(map(int, items), map(int, capabilities)):
             for plan in page_lookup.launches(picks, 45):
-                kernel = getattr(triton_lookup, plan.kernel)
-                built = build(kernel, plan.constants, plan.types, plan.warps, capability)
-                results[f"{plan.kernel} sm_{capability} {picks} experts"] = sizes_of(built)
+                built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability)
+                results[f"{plan.kernel.__name__} sm_{capability} {picks} experts"] = sizes_of(built)
     elif items == ["attention"]:
         compile_attention(encodings, capabilities, dtype, results)
     if encodings == ["lookup"] or items == ["attention"]:
@@ -166,25 +164,23 @@ def main() -> None:
     elif items == [""]:
         for name, bias in itertools.product(encodings, (False, True)):
             bits = int(name) if name.isdigit() else name
-            module = triton_linear if name.isdigit() else triton_kept
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):
                 for capability in map(int, capabilities):
-                    kernel = getattr(module, plan.kernel)
-                    built = build(kernel, plan.constants, plan.types, plan.warps, capability)
-                    results[f"{plan.kernel} sm_{capability} {name}, bias {bias}"] = sizes_of(built)
+                    built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability)
+                    results[f"{plan.kernel.__name__} sm_{capability} {name}, bias {bias}"] = sizes_of(built)
         encodings = []
     for encoding in encodings:
-        geometry = ExpertGeometry(
-            2880, 2880, 32, int(encoding.rstrip("h")),
-            WeightType.FP16 if encoding.endswith("h") else WeightType.BF16,
-            Gate(alpha=1.702, limit=7.0, offset=1.0), has_bias=True,
-        )  # fmt: skip
+        geometry = geometry_of(encoding)
         for count in map(int, items):
             for plan in launch.launches(geometry, count, dtype):
                 for capability in map(int, capabilities):
-                    name = f"{plan.kernel} sm_{capability} {encoding} bits, {count} items"
+                    name = f"{plan.kernel.__name__} sm_{capability} {encoding} bits, {count} items"
                     built = build(
-                        kernel_named(plan.kernel), plan.constants, plan.types, plan.warps, capability
+                        plan.kernel,
+                        plan.constants,
+                        plan.types,
+                        plan.warps,
+                        capability,
                     )
                     results[name] = sizes_of(built)
     print(json.dumps(results))

@@ -111,7 +111,7 @@ class Model:
         tier._run_by(CacheSettings())
         self.tier = tier
         self.layers = [GpuExpertLayer(tier, self.pages, ordinal) for ordinal in range(layers)]
-        kernels, counts = self.pages.kernels, self.counts
+        kernels, counts = self.pages.kernels_of(0), self.counts
         partial = torch.zeros(4, picks, HIDDEN)
 
         def add(*_: Any, **__: Any) -> None:

@@ -91,7 +91,7 @@ def _nibbles(pairs: np.ndarray) -> np.ndarray:
 
 def random_records(
     rng: np.random.Generator, layout: _native.BlockLayout, experts: int
-) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]]:
     """Records of experts, and their rows as in a file."""
     records = empty_records(layout, experts)
     sources = []
@@ -99,7 +99,7 @@ def random_records(
     for expert in range(experts):
         rows = (
             file_rows(rng, layout.encoding, neurons, hidden),
-            file_rows(rng, layout.encoding, neurons, hidden),
+            file_rows(rng, layout.encoding, neurons, hidden) if layout.gated else None,
             file_rows(rng, layout.down_encoding, hidden, neurons),
         )
         biases = None
@@ -111,7 +111,13 @@ def random_records(
 
 
 def kept_call(
-    seed: int, gate_up: str, down: str, *, counts: tuple[int, ...] = (5, 3, 0), bias: bool = False
+    seed: int,
+    gate_up: str,
+    down: str,
+    *,
+    counts: tuple[int, ...] = (5, 3, 0),
+    bias: bool = False,
+    gated: bool = True,
 ) -> Call:
     """A call over random experts with the given numbers of tokens each.
 
@@ -120,7 +126,7 @@ def kept_call(
     rng = np.random.default_rng(seed)
     blocks = [_native.kept_encodings()[name][1] for name in (gate_up, down)]
     hidden, neurons = {32: 160, 64: 192, 256: 512}[blocks[0]], {32: 96, 64: 192, 256: 256}[blocks[1]]
-    layout = _native.kept_layout(hidden, neurons, gate_up, down, bias)
+    layout = _native.kept_layout(hidden, neurons, gate_up, down, bias, gated=gated)
     records, _ = random_records(rng, layout, len(counts))
     tokens = max(counts)
     x = rng.standard_normal((tokens, hidden)).astype(np.float32)

@@ -1,10 +1,14 @@
 """Random experts and tokens for the GPU kernels, on a GPU if there is one, else in Triton's interpreter."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from kept_support import kept_call
 from native_support import ENCODINGS, GATES, Call
 
-from moechat.geometry import ExpertGeometry, WeightType
+from moechat import _native
+from moechat.geometry import ExpertGeometry, WeightType, nominal_bits
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels
 
@@ -28,6 +32,13 @@ class GpuCall(Call):
         call.gate = gate
         return call
 
+    @classmethod
+    def kept(cls, *arguments, gate="silu", **options):
+        """Experts in kept encodings; see :func:`kept_support.kept_call`."""
+        call = cls(**vars(kept_call(*arguments, **options)))
+        call.gate = gate
+        return call
+
     @property
     def blocks(self) -> int:
         return self.layout.blocks
@@ -38,14 +49,18 @@ class GpuCall(Call):
 
     def geometry(self) -> ExpertGeometry:
         layout = self.layout
+        kept = (
+            ((layout.encoding, layout.down_encoding),) if layout.encoding in _native.kept_encodings() else ()
+        )
         return ExpertGeometry(
             layout.hidden_size,
             layout.intermediate_size,
             self.experts,
-            layout.bits,
+            nominal_bits(kept) if kept else layout.bits,
             WeightType.FP16 if layout.fp16 else WeightType.BF16,
-            GATES[self.gate],
+            replace(GATES[self.gate], gated=layout.gated),
             layout.has_bias,
+            kept,
         )
 
     def run(self, dtype, *, cuts=None, others=None) -> torch.Tensor:

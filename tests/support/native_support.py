@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -150,7 +150,7 @@ class Call:
         self, gate: str = "silu", *, cuts: list[int] | None = None, activation_bits: int = 16
     ) -> np.ndarray:
         """Output of the whole list, cut into several calls at the given positions."""
-        out, native = np.zeros_like(self.x), GATES[gate].native
+        out, native = np.zeros_like(self.x), replace(GATES[gate], gated=self.layout.gated).native
         bounds = [0, *sorted(cuts or []), len(self.entries)]
         for begin, end in pairwise(bounds):
             arrays = self.arrays(self.entries[begin:end])

@@ -10,6 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moechat.offload.kernels.triton_kept_codes import kept_values, steps_of, super_values
+
 
 @triton.jit
 def group_products(x, last, words, sz, real, BITS: tl.constexpr, FP16: tl.constexpr, _masked, _partly):
@@ -52,13 +54,61 @@ def pair_products(
     return gate, up
 
 
+@triton.jit
+def _kept_plane(words, real, PLACE: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, 64)
+    PER: tl.constexpr = 32 // WIDTH
+    packed = tl.load(words[:, :, :, None] + PLACE + column // PER * 16, mask=real[:, :, :, None], other=0)
+    inside = column % PER
+    return (packed >> (8 * (inside % 4) + WIDTH * (inside // 4))) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def kept_group_products(
+    x, last, words, sz, supers, table, real, FIRST: tl.constexpr, SECOND: tl.constexpr, TABLE: tl.constexpr,
+    SUBS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPERS: tl.constexpr, _partly,
+):  # fmt: skip
+    column = tl.arange(0, 64)
+    inputs = tl.load(x[:, :, :, None] + column, mask=column < last[:, :, :, None], other=0.0).to(tl.float32)
+    codes = _kept_plane(words, real, 0, FIRST)
+    if SECOND:
+        codes |= _kept_plane(words, real, 32 * FIRST, SECOND) << FIRST
+    scales = tl.load(sz, mask=real, other=0)[:, :, :, None]
+    first, second = super_values(supers, real, SUPERS, SCALES)
+    step, minimum = steps_of(
+        scales, first[:, :, :, None], second[:, :, :, None], column // (64 // SUBS), SUPERS, SCALES
+    )
+    return tl.sum(inputs * (kept_values(codes, table, TABLE, ZERO) * step - minimum), axis=3)
+
+
+@triton.jit
+def kept_pair_products(
+    x, last, words, sz, supers, table, UP: tl.constexpr, UP_SZ: tl.constexpr, UP_SUPER: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, TABLE: tl.constexpr, SUBS: tl.constexpr, SCALES: tl.constexpr,
+    ZERO: tl.constexpr, SUPERS: tl.constexpr, GATED: tl.constexpr, _masked,
+):  # fmt: skip
+    every = tl.full([1, 1, 1], True, tl.int1)
+    gate = kept_group_products(
+        x, last, words, sz, supers, table, every, FIRST, SECOND, TABLE, SUBS, SCALES, ZERO, SUPERS, False
+    )
+    up = tl.zeros_like(gate)
+    if GATED:
+        up = kept_group_products(
+            x, last, words + UP, sz + UP_SZ, supers + UP_SUPER, table, every, FIRST, SECOND, TABLE, SUBS,
+            SCALES, ZERO, SUPERS, False,
+        )  # fmt: skip
+    return gate, up
+
+
 def use_wide_products(patch: Any) -> None:
     """Until ``patch``, a ``pytest.MonkeyPatch``, is undone; where the kernels are interpreted."""
-    from moechat.offload.kernels import launch, triton_few
+    from moechat.offload.kernels import launch, triton_few, triton_kept_few
 
     if launch.INTERPRETED:
         patch.setattr(triton_few, "group_products", group_products)
         patch.setattr(triton_few, "pair_products", pair_products)
+        patch.setattr(triton_kept_few, "_group_products", kept_group_products)
+        patch.setattr(triton_kept_few, "_pair_products", kept_pair_products)
 
 
 def use_cheaper_kernels(patch: Any) -> None:

@@ -22,7 +22,7 @@ from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.model_ref import USUAL_FORMS, ModelRef, hub_model, stored_commit
-from moechat.options import BITS, LoadOptions
+from moechat.options import BITS
 from moechat.validation import require_choice
 
 if TYPE_CHECKING:
@@ -51,11 +51,6 @@ class DownloadCommand:
     def __post_init__(self) -> None:
         if self.bits is not None:
             require_choice("--bits", self.bits, BITS)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU computes the model."""
-        return LoadOptions.parse(self.load).gpu is not None
 
 
 def download(command: DownloadCommand) -> int:
@@ -108,7 +103,6 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
             stack,
             keep_source=command.keep_source,
             notice=notice,
-            on_gpu=command.on_gpu,
         )
         if command.dry_run:
             progress.stop()

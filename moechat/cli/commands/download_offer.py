@@ -20,7 +20,6 @@ from moechat.errors import (
 from moechat.fetch.repository import RemoteRepository, fetch_repository
 from moechat.hub.model_ref import PREFERRED_BITS, USUAL_FORMS, ModelRef
 from moechat.hub.sources import sources_of
-from moechat.options import LoadOptions
 
 if TYPE_CHECKING:
     from moechat.fetch.download import Download
@@ -83,8 +82,7 @@ class Offer:
                 f"moechat download {self.model} --bits {USUAL_BITS} fetches it all the same",
                 least_bytes=error.least_bytes,
             ) from error
-        on_gpu = LoadOptions.parse(load).gpu is not None
-        return choose_source(self.sources, speeds, bits=bits, on_gpu=on_gpu)
+        return choose_source(self.sources, speeds, bits=bits)
 
 
 def find_offer(model: str, ref: ModelRef, say: Callable[[str], None]) -> Offer:
@@ -129,7 +127,6 @@ def open_download(
     *,
     keep_source: bool,
     notice: Callable[[str], None],
-    on_gpu: bool = False,
 ) -> tuple[Download, Choice | None]:
     """Plan the download of the first source that can be read and has room on the disk.
 
@@ -141,7 +138,6 @@ def open_download(
         stack: Closes the download.
         keep_source: Keep the shards.
         notice: Receives messages.
-        on_gpu: The store is for a GPU.
 
     Returns:
         The download, and the choice with the sources that are left, the one taken first.
@@ -153,9 +149,7 @@ def open_download(
 
     def prepare(ref: ModelRef, remote: RemoteRepository, bits: int | None) -> Download:
         return stack.enter_context(
-            prepare_download(
-                ref, remote, bits, user_paths(), keep_source=keep_source, notice=notice, on_gpu=on_gpu
-            )
+            prepare_download(ref, remote, bits, user_paths(), keep_source=keep_source, notice=notice)
         )
 
     if choice is None:

@@ -372,19 +372,19 @@ def launches(
     rows = dict.fromkeys(("keys", "tails", "values"), stored)
     return [
         Kernel(
-            "append",
+            triton_attention.append,
             _append_constants(shape.key_dim, shape.tail_dim or shape.value_dim, packed=shape.packed),
             {"key": name, "value": name, **rows},
             1,
         ),
         Kernel(
-            "attend",
+            triton_attention.attend,
             _attend_constants(shape, launch, tokens, capped=False),
             {"query": name, **rows},
             launch.warps,
         ),
         Kernel(
-            "merge",
+            triton_attention.merge,
             _merge_constants(shape, launch, tokens, sinks=sinks),
             {"out": name, "sinks": name if sinks else "*fp32"},
             _MERGE_WARPS,

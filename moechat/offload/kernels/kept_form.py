@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 from moechat import _native
-from moechat.offload.kernels import triton_kept
+from moechat.offload.kernels import triton_kept_codes as codes
 
 _TABLES = {
-    "none": triton_kept.NO_TABLE,
-    "iq4": triton_kept.IQ4,
-    "e2m1": triton_kept.E2M1,
-    "e4m3": triton_kept.FP8,
+    "none": codes.NO_TABLE,
+    "iq4": codes.IQ4,
+    "e2m1": codes.E2M1,
+    "e4m3": codes.FP8,
 }
 _SCALES = {
-    "halves": triton_kept.HALVES,
-    "mins": triton_kept.MINS,
-    "exponents": triton_kept.EXPONENTS,
-    "signed2": triton_kept.SIGNED2,
-    "signed4": triton_kept.SIGNED4,
-    "factors": triton_kept.FACTORS,
-    "nibbles": triton_kept.NIBBLES,
-    "floats": triton_kept.FLOATS,
-    "e4m3": triton_kept.E4M3,
-    "wholes": triton_kept.WHOLES,
+    "halves": codes.HALVES,
+    "mins": codes.MINS,
+    "exponents": codes.EXPONENTS,
+    "signed2": codes.SIGNED2,
+    "signed4": codes.SIGNED4,
+    "factors": codes.FACTORS,
+    "nibbles": codes.NIBBLES,
+    "floats": codes.FLOATS,
+    "e4m3": codes.E4M3,
+    "wholes": codes.WHOLES,
 }
 # Bits of the planes that codes are cut into, by the bits of a code.
 _PLANES = {8: (8, 0), 6: (4, 2), 5: (4, 1), 4: (4, 0), 3: (2, 1), 2: (2, 0)}

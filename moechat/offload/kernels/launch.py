@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from moechat.geometry import BLOCK_NEURONS, Activation, ExpertGeometry
-from moechat.offload.kernels import triton_blocks, triton_few
+from moechat.geometry import BLOCK_NEURONS, ExpertGeometry
+from moechat.offload.kernels import triton_blocks, triton_few, triton_kept_blocks, triton_kept_few
+from moechat.offload.kernels.block_constants import BlockConstants
 from moechat.offload.kernels.block_list import BlockList, Items
+from moechat.offload.kernels.kept_form import kept_constants, value_table
 from moechat.offload.limits import few_splits, takes_few
 
-_ACTIVATIONS = {
-    Activation.SILU: triton_blocks.SILU,
-    Activation.GELU: triton_blocks.GELU,
-    Activation.GELU_TANH: triton_blocks.GELU_TANH,
-    Activation.RELU2: triton_blocks.RELU2,
-}
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
 # Of a program for few tokens: eight warps read 16 groups of 64 neurons' inputs, then 1024 or 2048 outputs, at
 # once, and so a thread 16 bytes at a time, of rows and groups of its own. The number of groups decides the
@@ -29,9 +24,12 @@ FEW_ROWS = 1024
 FEW_WARPS = 8
 
 
-def _few_tokens(bits: int) -> int:
+def _few_tokens(geometry: ExpertGeometry, ordinal: int) -> int:
     """Most tokens of a program: with more, a thread has too few registers."""
-    return 2 if bits == 3 else 4
+    if geometry.kept:
+        forms = [kept_constants(encoding) for encoding in geometry.kept[ordinal]]
+        return 1 if any(form["SECOND"] or form["SUBS"] == 4 for form in forms) else 2
+    return 2 if geometry.bits == 3 else 4
 
 
 _COMBINED_COLUMNS = 256
@@ -59,7 +57,14 @@ class Shape:
     splits: int
 
     @classmethod
-    def of(cls, geometry: ExpertGeometry, most_items: int, items: int, dtypes: set[torch.dtype]) -> Shape:
+    def of(
+        cls,
+        geometry: ExpertGeometry,
+        most_items: int,
+        items: int,
+        dtypes: set[torch.dtype],
+        ordinal: int = 0,
+    ) -> Shape:
         """The division of a pass; it does not depend on which blocks a launch has.
 
         Args:
@@ -67,12 +72,14 @@ class Shape:
             most_items: Of a row.
             items: Of the pass.
             dtypes: Of inputs and weights.
+            ordinal: Number among the expert layers.
         """
         blocks = geometry.blocks_per_expert
         if takes_few(most_items, items, blocks):
-            tokens = min(_few_tokens(geometry.bits), 1 << max(0, most_items - 1).bit_length())
+            tokens = min(_few_tokens(geometry, ordinal), 1 << max(0, most_items - 1).bit_length())
             # One token leaves registers for more rows, which share their inputs.
-            rows = FEW_ROWS if tokens > 1 or geometry.layout.hidden_padded % (2 * FEW_ROWS) else 2 * FEW_ROWS
+            wide = tokens == 1 and not geometry.kept and geometry.layout.hidden_padded % (2 * FEW_ROWS) == 0
+            rows = 2 * FEW_ROWS if wide else FEW_ROWS
             return cls(tokens, rows, dot=0, warps=FEW_WARPS, splits=few_splits(blocks))
         # The interpreter does not know the arithmetic of bfloat16.
         # Neither 16-bit type holds the other's values.
@@ -87,14 +94,13 @@ class Kernel:
     """One kernel as it is built for a kind of expert, or of dense layer: what the compiler has to know.
 
     Attributes:
-        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, ``triton_few``, ``triton_linear`` or
-            ``triton_kept``.
+        kernel: The function of Triton.
         constants: Values of its compile-time parameters.
         types: Triton's types of those of its pointers that differ between builds.
         warps: Of a program.
     """
 
-    kernel: str
+    kernel: Any
     constants: dict[str, Any]
     types: dict[str, str]
     warps: int
@@ -114,14 +120,14 @@ def launches(geometry: ExpertGeometry, most_items: int, dtype: str) -> list[Kern
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
     activations = names[kept_type(shape, kind)]
     combine = Kernel(
-        "combine", kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS
+        triton_blocks.combine, kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS
     )
     types = {"x": names[kind], "activations": activations}
     if shape.dot == 0:
-        return [Kernel("blocks", kernels.blocks(shape), types, shape.warps), combine]
+        return [Kernel(kernels.few.blocks, kernels.blocks(shape), types, shape.warps), combine]
     return [
-        Kernel("neurons", kernels.neurons(shape), types, shape.warps),
-        Kernel("outputs", kernels.outputs(shape), {"activations": activations}, shape.warps),
+        Kernel(kernels.many.neurons, kernels.neurons(shape), types, shape.warps),
+        Kernel(kernels.many.outputs, kernels.outputs(shape), {"activations": activations}, shape.warps),
         combine,
     ]
 
@@ -132,51 +138,34 @@ def kept_type(shape: Shape, dtype: torch.dtype) -> torch.dtype:
 
 
 class BlockKernels:
-    """The kernels for one kind of expert.
+    """The kernels for the experts of a layer.
 
     Args:
         geometry: Shape and encoding of the experts.
         device: Where the pages lie.
+        ordinal: Number among the expert layers, which may differ in their encodings and gates.
 
     Attributes:
         weights: Types of unquantised weights; empty for quantised ones.
+        few: The module whose ``blocks`` computes few tokens.
+        many: The module whose ``neurons`` and ``outputs`` compute more.
     """
 
-    def __init__(self, geometry: ExpertGeometry, device: torch.device) -> None:
+    def __init__(self, geometry: ExpertGeometry, device: torch.device, ordinal: int = 0) -> None:
         self.geometry = geometry
         self.device = device
-        layout = geometry.layout
+        self._ordinal = ordinal
+        layout = geometry.layout_of(ordinal)
+        gate = geometry.gate_of(ordinal)
         self._padded = layout.hidden_padded
         halves = {torch.float16 if layout.fp16 else torch.bfloat16}
         self.weights: set[torch.dtype] = halves if geometry.bits == 16 else set()
-        self._encoding = {
-            "RECORD": layout.record_bytes,
-            "GROUP_BYTES": 128 * geometry.bits,
-            "BITS": geometry.bits,
-            "FP16": bool(layout.fp16),
-            "HAS_BIAS": geometry.has_bias,
-        }
-        gated = layout.gated
-        self._inner = {
-            "GATE": layout.gate_q,
-            "GATE_SZ": max(layout.gate_sz, 0),
-            "GATE_BIAS": max(layout.gate_bias, 0),
-            # If not gated, the kernels for few tokens read gate in place of up, and drop the result.
-            "UP": layout.up_q if gated else layout.gate_q,
-            "UP_SZ": max(layout.up_sz if gated else layout.gate_sz, 0),
-            "UP_BIAS": max(layout.up_bias if gated else layout.gate_bias, 0),
-            "GATED": gated,
-            "ACTIVATION": _ACTIVATIONS[geometry.gate.activation],
-            "CLAMP": (2 if geometry.gate.clamps_result else 1) if geometry.gate.limit < math.inf else 0,
-            "OFFSET": geometry.gate.offset,
-        }
-        self._outer = {
-            "BLOCKS": geometry.blocks_per_expert,
-            "DOWN": layout.down_q,
-            "DOWN_SZ": max(layout.down_sz, 0),
-            "DOWN_BIAS": max(layout.down_bias, 0),
-            "BIAS_ROWS": max(layout.down_bias_rows, 1),
-        }
+        self._constants = BlockConstants(geometry, ordinal)
+        self._gate = gate.alpha, gate.limit
+        kept = bool(geometry.kept)
+        self.few: Any = triton_kept_few if kept else triton_few
+        self.many: Any = triton_kept_blocks if kept else triton_blocks
+        self._table = {"table": value_table(device)} if kept else {}
 
     def blocks(self, shape: Shape) -> dict[str, Any]:
         """Compile-time parameters of ``triton_few.blocks``."""
@@ -187,19 +176,19 @@ class BlockKernels:
             "TOKENS": shape.tokens,
             "LANES": min(FEW_LANES, groups),
             "ROWS": min(shape.rows, outputs),
-            **self._inner,
-            **self._outer,
+            **self._constants.inner,
+            **self._constants.outer,
             "SPLITS": shape.splits,
-            **self._encoding,
+            **self._constants.both,
         }
 
     def neurons(self, shape: Shape) -> dict[str, Any]:
         """Compile-time parameters of ``neurons``."""
-        return {"GROUPS": self._padded // 64, **self._inner, **self._division(shape)}
+        return {"GROUPS": self._padded // 64, **self._constants.inner, **self._division(shape)}
 
     def outputs(self, shape: Shape) -> dict[str, Any]:
         """Compile-time parameters of ``outputs``."""
-        return {"HIDDEN_PADDED": self._padded, **self._outer, **self._division(shape)}
+        return {"HIDDEN_PADDED": self._padded, **self._constants.outer, **self._division(shape)}
 
     def combined(self, shape: Shape, picks: int, *, others: bool) -> dict[str, Any]:
         """Compile-time parameters of ``combine``."""
@@ -216,10 +205,10 @@ class BlockKernels:
         return _COMBINED_COLUMNS if shape.splits == 1 else _COMBINED_COLUMNS_OF_CHAINS
 
     def _division(self, shape: Shape) -> dict[str, Any]:
-        return {"TOKENS": shape.tokens, "ROWS": shape.rows, "DOT": shape.dot, **self._encoding}
+        return {"TOKENS": shape.tokens, "ROWS": shape.rows, "DOT": shape.dot, **self._constants.both}
 
     def _shape(self, items: Items, dtype: torch.dtype) -> Shape:
-        return Shape.of(self.geometry, items.most, items.count, {dtype, *self.weights})
+        return Shape.of(self.geometry, items.most, items.count, {dtype, *self.weights}, self._ordinal)
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
@@ -266,7 +255,7 @@ class BlockKernels:
         chunks = -(-items.most // shape.tokens)
         rows = len(blocks.row_block)
         if shape.dot == 0:
-            triton_few.blocks[(rows * shape.splits, chunks)](
+            self.few.blocks[(rows * shape.splits, chunks)](
                 pages,
                 blocks.entry_page,
                 blocks.entry_slot,
@@ -279,13 +268,13 @@ class BlockKernels:
                 partial,
                 partial.shape[1],
                 int(clear),
-                geometry.gate.alpha,
-                geometry.gate.limit,
+                *self._gate,
+                **self._table,
                 num_warps=shape.warps,
                 **self.blocks(shape),
             )
             return
-        triton_blocks.neurons[(blocks.entries, BLOCK_NEURONS // shape.rows, chunks)](
+        self.many.neurons[(blocks.entries, BLOCK_NEURONS // shape.rows, chunks)](
             pages,
             blocks.entry_page,
             blocks.entry_row,
@@ -294,13 +283,13 @@ class BlockKernels:
             items.item_token,
             x,
             activations,
-            geometry.gate.alpha,
-            geometry.gate.limit,
+            *self._gate,
             geometry.hidden_size,
+            **self._table,
             num_warps=shape.warps,
             **self.neurons(shape),
         )
-        triton_blocks.outputs[(self._padded // shape.rows, rows, chunks)](
+        self.many.outputs[(self._padded // shape.rows, rows, chunks)](
             pages,
             blocks.entry_page,
             blocks.entry_slot,
@@ -310,6 +299,7 @@ class BlockKernels:
             activations,
             partial,
             int(clear),
+            **self._table,
             num_warps=shape.warps,
             **self.outputs(shape),
         )

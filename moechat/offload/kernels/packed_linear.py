@@ -188,10 +188,12 @@ def launches(form: int | str, dtype: str, *, has_bias: bool) -> list[Kernel]:
     """
     names: Mapping[str, str] = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
     types = {"x": names[dtype], "bias": names[dtype] if has_bias else "*u8", "out": names[dtype]}
-    table = {} if isinstance(form, int) else {"table": "*fp32"}
+    plain = isinstance(form, int)
+    table = {} if plain else {"table": "*fp32"}
+    module: Any = triton_linear if plain else triton_kept
     return [
-        Kernel("few", _constants(form, has_bias=has_bias), {**types, **table}, _WARPS),
-        Kernel("unpack", _constants(form), {"out": names[dtype], **table}, _WARPS),
+        Kernel(module.few, _constants(form, has_bias=has_bias), {**types, **table}, _WARPS),
+        Kernel(module.unpack, _constants(form), {"out": names[dtype], **table}, _WARPS),
     ]
 
 

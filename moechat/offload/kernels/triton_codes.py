@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 # Inputs are multiplied by 2^64; a code in the lowest bits of a word is a float32 of 2^-149 times its value.
-_INPUT_EXPONENT = tl.constexpr(64)
+INPUT_EXPONENT = tl.constexpr(64)
 UNSCALED = tl.constexpr(2.0**85)
 
 
 @triton.jit
-def _input(x, column, last, MASKED: tl.constexpr):
+def column_input(x, column, last, MASKED: tl.constexpr):
     """Inputs float32 ``[T, G, 1]`` of a column."""
     if MASKED:
         value = tl.load(x + column, mask=column < last, other=0.0)
@@ -32,7 +32,7 @@ def _input(x, column, last, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _packed(words, real, PARTLY: tl.constexpr):
+def packed_words(words, real, PARTLY: tl.constexpr):
     """One 32-bit word of each row, ``[1, G, R]``."""
     if PARTLY:
         packed = tl.load(words, mask=real, other=0)
@@ -42,7 +42,7 @@ def _packed(words, real, PARTLY: tl.constexpr):
 
 
 @triton.jit
-def _issue():
+def issue_loads():
     """Keeps the loads that come before ahead of everything after.
 
     The compiler would move each load down to its use, and a warp would wait for memory once for every word.
@@ -70,7 +70,7 @@ def _codes(
     low = packed.to(tl.uint32, bitcast=True)
     high = low >> 16
     for column in tl.static_range(2 * HALF):
-        value = _input(x, FIRST + column, last, MASKED)
+        value = column_input(x, FIRST + column, last, MASKED)
         sums += value
         code = (low if column < HALF else high) & (((1 << BITS) - 1) << (column % HALF * BITS))
         scaled = value * (2.0 ** (EXPONENT - column % HALF * BITS))
@@ -87,7 +87,7 @@ def _halves(products, x, last, packed, FIRST: tl.constexpr, FP16: tl.constexpr, 
             weight = pattern.to(tl.float16, bitcast=True).to(tl.float32)
         else:
             weight = ((packed << (16 - 16 * column)) & -65536).to(tl.float32, bitcast=True)
-        products += _input(x, FIRST + column, last, MASKED) * weight
+        products += column_input(x, FIRST + column, last, MASKED) * weight
     return products
 
 
@@ -101,11 +101,11 @@ def _field(words, PLACE: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _words(words, real, FIRST: tl.constexpr, COUNT: tl.constexpr, PARTLY: tl.constexpr):
+def plane_words(words, real, FIRST: tl.constexpr, COUNT: tl.constexpr, PARTLY: tl.constexpr):
     """``COUNT`` words of each row from word ``FIRST`` of a group on, a tuple of ``[1, G, R]``."""
-    packed = (_packed(words + FIRST * 16, real, PARTLY),)
+    packed = (packed_words(words + FIRST * 16, real, PARTLY),)
     for step in tl.static_range(1, COUNT):
-        packed = packed + (_packed(words + (FIRST + step) * 16, real, PARTLY),)
+        packed = packed + (packed_words(words + (FIRST + step) * 16, real, PARTLY),)
     return packed
 
 
@@ -127,12 +127,12 @@ def _narrow(x, last, packed, scales, BITS: tl.constexpr, MASKED: tl.constexpr):
                 packed[half * STEPS + step],
                 32 * half + step * (32 // CODES),
                 CODES,
-                _INPUT_EXPONENT,
+                INPUT_EXPONENT,
                 MASKED,
             )
         if BITS == 3:
             products, _ = _codes(
-                products, sums, x, last, packed[4 + half], 32 * half, 1, _INPUT_EXPONENT + 2, MASKED
+                products, sums, x, last, packed[4 + half], 32 * half, 1, INPUT_EXPONENT + 2, MASKED
             )
         factor = _field(scales, 8 + 4 * half, 15)
         # Bits 16 to 23 are one too many for the mantissa.
@@ -160,7 +160,7 @@ def _wide(
             products = _halves(products, x, last, packed[step], FIRST + step * 2, FP16, MASKED)
         else:
             products, sums = _codes(
-                products, sums, x, last, packed[step], FIRST + step * 4, 8, _INPUT_EXPONENT, MASKED
+                products, sums, x, last, packed[step], FIRST + step * 4, 8, INPUT_EXPONENT, MASKED
             )
     return products, sums
 
@@ -169,8 +169,8 @@ def _wide(
 def _scaled(products, sums, sz, real, BITS: tl.constexpr, PARTLY: tl.constexpr):
     """Values of the products of :func:`_wide`."""
     if BITS == 8:
-        scale = _packed(sz, real, PARTLY).to(tl.float32)
-        zero = _packed(sz + 16, real, PARTLY).to(tl.float32)
+        scale = packed_words(sz, real, PARTLY).to(tl.float32)
+        zero = packed_words(sz + 16, real, PARTLY).to(tl.float32)
         products = (products * UNSCALED - sums * zero) * scale
     return products
 
@@ -200,16 +200,16 @@ def group_products(
         PARTLY: Some rows are not there.
     """
     if BITS < 8:
-        packed = _words(words, real, 0, 2 * BITS, PARTLY)
-        scales = _packed(sz, real, PARTLY)
-        _issue()
+        packed = plane_words(words, real, 0, 2 * BITS, PARTLY)
+        scales = packed_words(sz, real, PARTLY)
+        issue_loads()
         products = _narrow(x, last, packed, scales, BITS, MASKED)
     else:
         products = tl.zeros([x.shape[0], words.shape[1], words.shape[2]], dtype=tl.float32)
         sums = tl.zeros([x.shape[0], x.shape[1], 1], dtype=tl.float32)
         for half in tl.static_range(2):
-            packed = _words(words, real, half * BITS, BITS, PARTLY)
-            _issue()
+            packed = plane_words(words, real, half * BITS, BITS, PARTLY)
+            issue_loads()
             products, sums = _wide(products, sums, x, last, packed, 32 * half, BITS, FP16, MASKED)
         products = _scaled(products, sums, sz, real, BITS, PARTLY)
     return products
@@ -232,11 +232,11 @@ def pair_products(
     """
     every = tl.full([1, 1, 1], True, tl.int1)
     if BITS < 8:
-        first = _words(words, every, 0, 2 * BITS, False)
-        second = _words(words + UP, every, 0, 2 * BITS, False)
+        first = plane_words(words, every, 0, 2 * BITS, False)
+        second = plane_words(words + UP, every, 0, 2 * BITS, False)
         scales = tl.load(sz)
         others = tl.load(sz + UP_SZ)
-        _issue()
+        issue_loads()
         gate = _narrow(x, last, first, scales, BITS, MASKED)
         up = _narrow(x, last, second, others, BITS, MASKED)
     else:
@@ -244,9 +244,9 @@ def pair_products(
         up = tl.zeros_like(gate)
         sums = tl.zeros([x.shape[0], x.shape[1], 1], dtype=tl.float32)
         for half in tl.static_range(2):
-            first = _words(words, every, half * BITS, BITS, False)
-            second = _words(words + UP, every, half * BITS, BITS, False)
-            _issue()
+            first = plane_words(words, every, half * BITS, BITS, False)
+            second = plane_words(words + UP, every, half * BITS, BITS, False)
+            issue_loads()
             up, _ = _wide(up, sums, x, last, second, 32 * half, BITS, FP16, MASKED)
             gate, sums = _wide(gate, sums, x, last, first, 32 * half, BITS, FP16, MASKED)
         gate = _scaled(gate, sums, sz, every, BITS, False)

@@ -1,15 +1,13 @@
 """Triton kernels over dense matrices in kept encodings: the values of a file, not quantised again.
 
-The byte map is in ``native/src/kernels/layout/kept_encodings.h``. A group of 64 columns is cut into 2 or 4
-sub-blocks, and a weight is ``step * code - min`` with a step and a min of its sub-block. Column ``4d + k`` of
-a group is byte ``k`` of code dword ``d``, and dwords are cut into planes of 8, 4, 2 or 1 bits.
+See :mod:`moechat.offload.kernels.triton_kept_codes` for encodings, and for the meaning of ``TABLE`` to
+``SHARED``; ``FIRST`` and ``SECOND`` are the bits of the planes.
 
 A *piece* is the part of a plane's word, or the words, whose columns lie in one sub-block. Products are added
 by piece, so that steps and mins are applied once for each.
 
 Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`, as its namesake in
-:mod:`moechat.offload.kernels.triton_linear`; ``FIRST`` to ``SHARED`` come from
-:func:`moechat.offload.kernels.kept_form.kept_constants`.
+:mod:`moechat.offload.kernels.triton_linear`.
 """
 
 # Triton reads annotations as types of its own, and its functions are not functions to a type checker.
@@ -18,121 +16,33 @@ Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`, as its
 import triton
 import triton.language as tl
 
+from moechat.offload.kernels.triton_kept_codes import (
+    MINS,
+    kept_values,
+    place_in_word,
+    steps_of,
+    super_of,
+    super_values,
+)
 from moechat.offload.kernels.triton_linear import store_rows
-
-NO_TABLE = tl.constexpr(0)
-IQ4 = tl.constexpr(1)
-E2M1 = tl.constexpr(2)
-FP8 = tl.constexpr(3)
-
-HALVES = tl.constexpr(0)
-MINS = tl.constexpr(1)
-EXPONENTS = tl.constexpr(2)
-SIGNED2 = tl.constexpr(3)
-SIGNED4 = tl.constexpr(4)
-FACTORS = tl.constexpr(5)
-NIBBLES = tl.constexpr(6)
-FLOATS = tl.constexpr(7)
-E4M3 = tl.constexpr(8)
-WHOLES = tl.constexpr(9)
-
-
-@triton.jit
-def _fp16(bits):
-    """float32 of the fp16 patterns in the low halves of int32."""
-    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _signed(words, place):
-    """float32 of the signed byte at bit ``place`` of int32."""
-    return ((words << (24 - place)) >> 24).to(tl.float32)
-
-
-@triton.jit
-def _e4m3(patterns):
-    """float32 of the e4m3 patterns in the low bytes of int32, 256 times smaller: as fp16."""
-    return _fp16(((patterns & 0x7F) << 7) | ((patterns & 0x80) << 8))
-
-
-@triton.jit
-def _values(codes, table, TABLE: tl.constexpr, ZERO: tl.constexpr):
-    """float32 values of codes int32, less the zero of the encoding; those of E2M1 twice as large, of FP8 256
-    times smaller.
-    """
-    if TABLE == IQ4:
-        values = tl.load(table + codes)
-    elif TABLE == E2M1:
-        # The three low bits of E2M1 are exponent and mantissa: in the place of those of a float32, they are
-        # its value times 2^-126, the subnormal 0.5 included.
-        patterns = ((codes & 7) << 22) | ((codes & 8) << 28)
-        values = patterns.to(tl.float32, bitcast=True) * (2.0**127)
-    elif TABLE == FP8:
-        values = _e4m3(codes)
-    else:
-        # In the mantissa of 2^23 a code becomes a float by an OR and a subtraction, both exact.
-        values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-    return values
 
 
 @triton.jit
 def _piece_codes(packed, piece, column, PIECES: tl.constexpr, WIDTH: tl.constexpr):
     """Codes of a plane of ``WIDTH`` bits: column ``column`` of piece ``piece``, in the word that has it."""
     inside = (piece * (64 // PIECES) + column) % (32 // WIDTH)
-    return (packed >> (8 * (inside % 4) + WIDTH * (inside // 4))) & ((1 << WIDTH) - 1)
+    return (packed >> place_in_word(inside, WIDTH)) & ((1 << WIDTH) - 1)
 
 
 @triton.jit
-def _both(supers, there):
-    """The 32 bits that lie in the place of two fp16 values."""
-    return tl.load(supers.to(tl.pointer_type(tl.int32)), mask=there, other=0)
-
-
-@triton.jit
-def _steps(words, supers, sub, there, SCALES: tl.constexpr, SUPERS: tl.constexpr):
-    """Steps and mins, float32, of sub-blocks ``sub``.
-
-    Args:
-        words: int32 scale words.
-        supers: Points to the row's ``SUPERS`` fp16 values of a block.
-    """
-    if SCALES == FLOATS:
-        # In the low byte the zero, above it a float32.
-        words = tl.where(sub == 0, words, _both(supers, there) if SUPERS else words)
-    if SCALES == HALVES or SCALES == MINS:
-        step = _fp16(words >> (16 * sub))
-    elif SCALES == EXPONENTS:
-        step = (((words >> (8 * sub)) & 255) << 23).to(tl.float32, bitcast=True)
-    elif SCALES == FLOATS:
-        step = (words & -256).to(tl.float32, bitcast=True)
-    elif SCALES == E4M3:
-        step = _e4m3(words >> (8 * sub))
-        step *= _both(supers, there).to(tl.float32, bitcast=True)
-    elif SCALES == WHOLES:
-        step = words.to(tl.float32, bitcast=True) * 256.0
-    elif SCALES == SIGNED2:
-        step = _fp16(words >> 16) * _signed(words, 8 * sub)
-    elif SCALES == SIGNED4:
-        step = tl.load(supers, mask=there, other=0.0).to(tl.float32) * _signed(words, 8 * sub)
-    elif SCALES == FACTORS:
-        step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
-        step *= ((words >> (8 * sub)) & 255).to(tl.float32)
-    else:
-        step = tl.load(supers, mask=there, other=0.0).to(tl.float32)
-        step *= ((words >> (8 * sub)) & 15).to(tl.float32)
-    if SCALES == MINS:
-        minimum = -tl.load(supers + sub, mask=there, other=0.0).to(tl.float32)
-    elif SCALES == FACTORS:
-        minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
-        minimum *= ((words >> (16 + 8 * sub)) & 255).to(tl.float32)
-    elif SCALES == NIBBLES:
-        minimum = tl.load(supers + 1, mask=there, other=0.0).to(tl.float32)
-        minimum *= ((words >> (4 + 8 * sub)) & 15).to(tl.float32)
-    elif SCALES == FLOATS:
-        minimum = step * (words & 255).to(tl.float32)
-    else:
-        minimum = tl.zeros_like(step)
-    return step, minimum
+def _super_values(
+    data, place, tile, group, groups, row, there,
+    SCALES: tl.constexpr, SUPERS: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Values of the super field at ``place`` for rows of tiles and a group."""
+    field = (data + place).to(tl.pointer_type(tl.float16))
+    at = super_of(field, tile, group, groups, row % 16, SUPERS, SHARED)
+    return super_values(at, there, SUPERS, SCALES)
 
 
 @triton.jit
@@ -145,14 +55,6 @@ def _rows_of(data, sz, row, groups, first_tile, GROUP_WORDS: tl.constexpr):
     words = data.to(tl.pointer_type(tl.int32)) + tile * groups * GROUP_WORDS + lane
     scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
     return tile, words, scales
-
-
-@triton.jit
-def _super_of(data, super_at, tile, group, groups, row, SUPERS: tl.constexpr, SHARED: tl.constexpr):
-    """Points to the ``SUPERS`` fp16 values of rows for a group."""
-    blocks = (groups + SHARED - 1) // SHARED
-    at = ((tile * blocks + group // SHARED) * 16 + row % 16) * SUPERS
-    return (data + super_at).to(tl.pointer_type(tl.float16)) + at
 
 
 @triton.jit
@@ -198,14 +100,15 @@ def _plane(
     )
     place_of_x = group[None, :, None] * 64 + piece[None, None, :] * COLUMNS + column[:, None, None]
     inputs = tl.load(x + place_of_x, mask=place_of_x < cols, other=0.0).to(tl.float32)
-    products = tl.sum(inputs[:, :, :, None] * _values(codes, table, TABLE, ZERO), axis=0)
+    products = tl.sum(inputs[:, :, :, None] * kept_values(codes, table, TABLE, ZERO), axis=0)
     scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
     sub = (piece * SUBS // PIECES)[None, :, None]
-    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
-    step, minimum = _steps(scales[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES, SUPERS)
+    first, second = _super_values(
+        data, super_at, tile[None, :], group[:, None], groups, row[None, :], there, SCALES, SUPERS, SHARED
+    )
+    step, minimum = steps_of(scales[:, None, :], first[:, None, :], second[:, None, :], sub, SUPERS, SCALES)
     terms = products * (step * (1 << SHIFT))
-    HAS_MINS: tl.constexpr = SCALES == MINS or SCALES == FACTORS or SCALES == NIBBLES or SCALES == FLOATS
-    if SHIFT == 0 and HAS_MINS:
+    if SHIFT == 0 and SCALES >= MINS:
         terms -= tl.sum(inputs, axis=0)[:, :, None] * minimum
     return total + tl.sum(tl.sum(terms, axis=0), axis=0)
 
@@ -314,8 +217,10 @@ def unpack(
         high = _plane_codes(words, group, there, 32 * FIRST, SECOND, GROUP_WORDS)
         codes |= tl.reshape(high, [GROUPS, SUBS, SUB_COLUMNS, ROWS]) << FIRST
     both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
-    supers = _super_of(data, super_at, tile[None, :], group[:, None], groups, row[None, :], SUPERS, SHARED)
+    one, two = _super_values(
+        data, super_at, tile[None, :], group[:, None], groups, row[None, :], there, SCALES, SUPERS, SHARED
+    )
     sub = tl.arange(0, SUBS)[None, :, None]
-    step, minimum = _steps(both[:, None, :], supers[:, None, :], sub, there[:, None, :], SCALES, SUPERS)
-    values = _values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
+    step, minimum = steps_of(both[:, None, :], one[:, None, :], two[:, None, :], sub, SUPERS, SCALES)
+    values = kept_values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
     store_rows(out, tl.reshape(values, [GROUPS * 64, ROWS]), row, rows, first * 64, cols)

@@ -65,6 +65,33 @@ def test_dense_layers_in_kept_encodings_compile():
     assert all(one["flushing"] == one["spilled"] == 0 for one in results.values())
 
 
+# Few and many columns with a scale, one plane and two, with each table and without.
+KEPT = ("q4_k:q6_k", "mxfp4:q8_0", "int4_32:nvfp4")
+OTHERS = ("q8_0:q8_0", "q5_1:q5_k", "iq4_xs:mxfp4", "q6_k:iq4_nl", "q3_k:q2_k", "q4_0:q4_1", "q5_k:q5_0")
+OTHERS += ("nvfp4:int8", "q2_k:q3_k")
+
+
+def check_kept(capability, pairs, items):
+    dtype = "float16" if capability == "75" else "bfloat16"
+    results = compiled(capability, ",".join(pairs), items, dtype)
+    few = [one for name, one in results.items() if name.startswith("blocks ")]
+    assert len(few) >= len(pairs)
+    assert all(one["flushing"] == 0 and one["spilled"] <= 32 for one in few)
+    assert all(one["wide_loads"] >= 16 for one in few)
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
+def test_experts_in_kept_encodings_compile():
+    check_kept("86", KEPT, "1")
+    check_kept("86", KEPT[:1], "3,40")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["75", "86", "90", "120"])
+def test_experts_in_every_encoding_compile_for_every_generation(capability):
+    check_kept(capability, KEPT + OTHERS, "1,3,40")
+
+
 def test_lookups_of_pages_compile():
     results = compiled("75,90,120", "lookup", "1,8", "float32")
     assert len(results) == 3 * 2 * 2
