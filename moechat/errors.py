@@ -9,6 +9,7 @@ and not cached, 6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 i
 from __future__ import annotations
 
 _FETCH_AGAIN = "fetch the model's files again, all from the same repository and version of the model"
+COPY_AGAIN = "download or copy the file again"  # a hint for a damaged file
 
 
 def one_line(error: object, most: int = 240) -> str:

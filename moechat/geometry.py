@@ -50,7 +50,10 @@ def encodings_title(kept: Iterable[tuple[str, str]]) -> str:
 
 
 def nominal_bits(kept: Iterable[tuple[str, str]]) -> int:
-    """Bits whose kernels are about as fast as those of kept encodings; see :class:`ExpertGeometry`."""
+    """Bits whose kernels are about as fast as those of kept encodings; see :class:`ExpertGeometry`.
+
+    Measured on CPUs; on a GPU it is assumed.
+    """
     from moechat import _native
 
     bits = {name: form[0] for name, form in _native.kept_encodings().items()}

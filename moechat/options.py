@@ -173,7 +173,8 @@ class LoadOptions:
             checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8 and 4 pack them like the
             experts, except embeddings and routers. ``auto``: 8 or 4, see
             :func:`moechat.models.dense_form.automatic_parts`; on a GPU 16. Weights that a store has in the
-            encoding of a GGUF file or of quantised safetensors stay as they are with ``auto`` and 16.
+            encoding of a GGUF file or of quantised safetensors stay as they are with ``auto`` and 16, FP8 on
+            the CPU with 16 only.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32. With a GPU, the CPU computes its part with at least 16.
         kv_bits: Bits of a key or value in the attention cache: 16 keeps them in the type that the dense part

@@ -14,7 +14,7 @@ from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_states import EMPTY, STATEFUL, can_cut, copies_kept
-from moechat.models.compressing_layer import compresses, entry_bytes, waiting_bytes
+from moechat.models.compressing_layer import compact, compresses, entry_bytes, waiting_bytes
 from moechat.models.indexed_layer import INDEXED, IndexedLayer
 from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
@@ -124,6 +124,8 @@ def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
         return ReservedLayer(capacity, packed=packed)
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity), packed=packed)
+    if compresses(type(layer)):
+        compact(layer)
     return IndexedLayer(capacity) if type(layer) in INDEXED else layer
 
 

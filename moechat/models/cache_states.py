@@ -91,8 +91,9 @@ def can_cut(cache: Any) -> bool:
 
 def can_copy(cache: Any) -> bool:
     """Whether a cache can go back to a token at which its layers were copied."""
-    kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {object}
-    return all(kind in _KNOWN or compresses(kind) for kind in kinds)
+    if type(cache) is not DynamicCache:
+        return False
+    return all(type(layer) in _KNOWN or compresses(type(layer)) for layer in cache.layers)
 
 
 @dataclass(frozen=True)

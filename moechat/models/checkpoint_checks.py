@@ -24,7 +24,7 @@ def about_config(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        raise CheckpointError(f"{where}: {error}", hint=error.hint) from error
     except MoechatError as error:
         if str(checkpoint.path) not in str(error):
             error.args = (f"{where}: {error}", *error.args[1:])
@@ -46,6 +46,14 @@ def require_each_expert(checkpoint: Checkpoint, pattern: str, keys: Sequence[str
     numbers = [_last_number(key) for key in keys]
     if len(keys) == count and numbers in (list(range(count)), [None] * count):
         return
+    if None in numbers:
+        raise CheckpointError(
+            f"{checkpoint.title} has {len(keys)} tensors like {pattern!r}, "
+            f"{checkpoint.path / CONFIG_FILE} says {count} experts"
+        )
+    for place, (key, number) in enumerate(zip(keys, numbers, strict=True)):
+        if number in numbers[:place]:
+            raise CheckpointError(f"{checkpoint.place(key)} is the second one of expert {number}")
     missing = sorted(set(range(count)) - set(numbers))
     if missing:
         first = _with_last_number(keys[0], missing[0]) if keys else pattern

@@ -15,11 +15,35 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 # Attribute of a layer that holds its entries, a dictionary of tensors.
 ENTRIES = "compressed_kv"
 _WAITING = ("buffer_kv", "buffer_gate")
+# Types of :func:`compact` by those of transformers.
+_COMPACT: dict[Any, type] = {}
 
 
 def compresses(kind: type) -> bool:
     """Whether layers of a type are of this form."""
     return issubclass(kind, DynamicSlidingWindowLayer) and hasattr(kind, "update_compressor_states")
+
+
+def compact(layer: Any) -> None:
+    """Let the tokens that wait in a layer have memory of their own.
+
+    They would be views of all tokens of a part, which would stay in memory with them.
+    """
+    kind: Any = type(layer)
+    if kind not in _COMPACT:
+        _COMPACT[kind] = _compact_kind(kind)
+    layer.__class__ = _COMPACT[kind]
+
+
+def _compact_kind(kind: Any) -> type:
+    class Compact(kind):  # type: ignore[misc]
+        def store_compression_weights(self, name: str, *parts: Any) -> Any:
+            found = super().store_compression_weights(name, *parts)
+            for held in (getattr(self, each) for each in _WAITING):
+                held[name] = held[name].clone()
+            return found
+
+    return Compact
 
 
 def entries_of(layer: Any) -> list[torch.Tensor]:

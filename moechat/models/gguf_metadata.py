@@ -113,13 +113,16 @@ class Metadata:
         """Factors of rotary frequencies, by the name of their tensor; ``None`` without it.
 
         Raises:
-            CheckpointError: It is no list of float32.
+            CheckpointError: It is no list of float32, or they are not positive.
         """
         if name not in self.header.tensors:
             return None
         if name not in self._tables:
             raise CheckpointError(f"{self.where}: {name} is no list of numbers in F32")
-        return self._tables[name]
+        factors = self._tables[name]
+        if not all(0 < each < math.inf for each in factors):
+            raise CheckpointError(f"{self.where}: {name} has factors that are not positive numbers")
+        return factors
 
     def names(self, prefix: str) -> list[str]:
         """Keys of the architecture's values that begin with ``prefix``."""

@@ -51,7 +51,8 @@ class Chunk:
         begin: Number of its first token in the wave.
         ahead: See :func:`cache_ahead`; as long as the cache when this chunk reaches a layer.
         hidden: Input of the next layer, ``[1, tokens, hidden]``.
-        handed_on: What the last layer has returned besides; the next one may have it as an argument.
+        handed_on: Results of the last layer, the hidden states first; the next one may have others of them as
+            arguments.
         calls: Arguments of each layer besides the hidden states, with :class:`HandedOn` for such results.
         outputs: What the modules of the current layer returned in step 1, in order.
         request: Inputs of the experts of the current layer: hidden states, indices and weights.

@@ -91,7 +91,7 @@ class WaveModules:
                 return out
             out = own(*args, **named)
             if not step.resumes:
-                outputs.append((module, _without_weights(out, step.chunk.tokens)))
+                outputs.append((module, _without_weights(out, step.chunk)))
             return out
 
         return forward
@@ -145,13 +145,19 @@ def _kept_modules(layer: nn.Module, experts: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _without_weights(out: Any, tokens: int) -> Any:
-    """An output without the weights of attention, ``[1, heads, tokens, keys]``, which layers do not read."""
+def _without_weights(out: Any, chunk: Chunk) -> Any:
+    """An output without the weights of attention, ``[1, heads, tokens, keys]``, which layers do not read.
+
+    Hidden states in several streams, ``[1, tokens, streams, hidden]``, stay.
+    """
+    tokens, hidden = chunk.tokens, chunk.hidden.shape[-1]
     if not isinstance(out, tuple):
         return out
 
     def is_weights(item: Any) -> bool:
-        return isinstance(item, torch.Tensor) and item.ndim == 4 and item.shape[1] != tokens == item.shape[2]
+        if not isinstance(item, torch.Tensor) or item.ndim != 4 or item.shape[2] != tokens:
+            return False
+        return item.shape[1] != tokens or item.shape[3] != hidden
 
     return tuple(None if is_weights(item) else item for item in out)
 

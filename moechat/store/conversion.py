@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat import _native
-from moechat.errors import CheckpointError
+from moechat.errors import COPY_AGAIN, CheckpointError
 from moechat.geometry import ExpertGeometry
 from moechat.store.calibrated import Calibration, PackExpert
 from moechat.store.checkpoint import Checkpoint
@@ -26,7 +26,6 @@ _COPY_CHUNK = 8 << 20
 # One thread hashes a file, which limits how fast it is written; and there is more to do while one is synced.
 _FILES_AT_ONCE = 4
 _EXPERTS_AT_ONCE_BYTES = 512 << 20
-_DAMAGED = "download or copy the file again"
 
 
 class Report:
@@ -244,7 +243,7 @@ class Conversion:
         return CheckpointError(
             f"{self._checkpoint.place(matrix.key)} is damaged, or cannot be stored with "
             f"{self._outline.geometry.title}: expert {number}, {problem}",
-            hint=_DAMAGED,
+            hint=COPY_AGAIN,
         )
 
     def _note_loss(self, expert: ExpertRef, matrices: Matrices, record: NDArray[np.uint8]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat import _native
-from moechat.errors import CheckpointError, MoechatError
+from moechat.errors import COPY_AGAIN, CheckpointError, MoechatError
 from moechat.store.gguf_changes import Ungroup
 from moechat.store.quantised.number_formats import rounded
 from moechat.store.safetensors_file import (
@@ -38,7 +38,6 @@ _USUAL = "F16"
 _VISIBLE = (_USUAL, "BF16")
 _CHUNK_BYTES = 8 << 20
 _PIECE_WEIGHTS = 1 << 22  # decoded to float32 at a time
-_DAMAGED = "download or copy the file again"
 # Type of the words, and the bits of the exponent: all of them are set where a value is not finite.
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 _FP16_MAX = 65504.0
@@ -105,7 +104,7 @@ def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]
         for data in source.chunks(planned.name):
             if not all_finite(data, planned.dtype):
                 raise CheckpointError(
-                    f"{source.place(planned.name)} has values that are not finite", hint=_DAMAGED
+                    f"{source.place(planned.name)} has values that are not finite", hint=COPY_AGAIN
                 )
             yield data
         return
@@ -119,7 +118,7 @@ def dense_chunks(source: EncodedSource, planned: PlannedTensor) -> Iterator[Any]
             raise CheckpointError(
                 f"{source.place(planned.name)} is damaged: counted from row {first}, the "
                 f"{str(problem).removeprefix('rows ')}",
-                hint=_DAMAGED,
+                hint=COPY_AGAIN,
             ) from problem
         yield part
 

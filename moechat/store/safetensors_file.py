@@ -303,9 +303,10 @@ def _read_header(
     if file_bytes < 10:
         raise error(f"{where} is damaged: {file_bytes} bytes are too few for a header")
     beginning = os.pread(descriptor, 64, 0)
-    if kind := other_kind(beginning):
-        raise error(f"{where} is {kind}")
     length = int.from_bytes(beginning[:8], "little")
+    # The letters of a text are a number too, and a larger one than any header's length.
+    if length > min(file_bytes - 8, MAX_HEADER_BYTES) and (kind := other_kind(beginning)):
+        raise error(f"{where} is {kind}")
     if length > file_bytes - 8:
         raise error(f"{where} is damaged: its header claims {length} bytes, the file has {file_bytes}")
     if length > MAX_HEADER_BYTES:

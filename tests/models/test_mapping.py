@@ -237,6 +237,14 @@ def test_experts_with_other_numbers_than_the_configuration_says_are_refused(tmp_
         plan(tmp_path)
 
 
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    key = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({key.format("02"): tensors[key.format(2)].clone()}))
+    with pytest.raises(CheckpointError, match=r"experts\.(02|2)\.w1.* is the second one of expert 2"):
+        plan(tmp_path)
+
+
 def test_whole_numbers_as_dense_weights_are_refused(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
     key = "model.layers.0.self_attn.q_proj.weight"

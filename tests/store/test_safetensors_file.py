@@ -156,6 +156,13 @@ def test_a_malformed_header_is_refused_with_the_name_of_the_file(
         SafetensorsFile.open(path, error=error)  # type: ignore[arg-type]
 
 
+def test_a_header_whose_length_looks_like_a_web_page_is_read(tmp_path: Path) -> None:
+    header = json.dumps({"x": entry("F32", [1], 0, 4)})
+    path = raw_file(tmp_path / "x", header.ljust(0x3C20).encode(), bytes(4))
+    assert path.read_bytes()[:2] == b" <"
+    assert list(SafetensorsFile.open(path).tensors) == ["x"]
+
+
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 100, 3])
 def test_a_header_length_beyond_the_file_is_refused_before_it_is_read(tmp_path: Path, length: int) -> None:
     path = raw_file(tmp_path / "x", b"{}", length=length)

@@ -21,10 +21,11 @@ from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
+from moechat.config import user_paths
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
-from moechat.hub.model_ref import hub_model
+from moechat.hub.model_ref import MANIFEST, USUAL_FORMS, hub_model
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -203,7 +204,12 @@ def _require_vocabulary(options: RunOptions) -> None:
     from moechat.models.gguf_source import has_vocabulary
 
     ref = resolve(options.model, bits=options.bits)
-    if ref.checkpoint is not None and ref.checkpoint.is_file() and not has_vocabulary(ref.checkpoint):
+    if ref.checkpoint is None or not ref.checkpoint.is_file():
+        return
+    forms = USUAL_FORMS if options.bits is None else (options.bits,)
+    if any((ref.library_path(user_paths().models, form) / MANIFEST).exists() for form in forms):
+        return  # converted before: reading the vocabulary takes a while
+    if not has_vocabulary(ref.checkpoint):
         raise UsageError(
             f"{ref.checkpoint} has no tokenizer",
             hint="take another file of this model, or its repository with safetensors files",

@@ -97,6 +97,7 @@ def _clear_mask(
 
     Families may extend it by keys that they make themselves, as DeepSeek-V4 does, and without one they would
     attend to all of those. What they make of it is another tensor, which :func:`hides_nothing` does not know.
+    REQUIRES: none changes it in place.
     """
     mask = torch.zeros((batch_size, 1, 1, kv_length), dtype=dtype, device=device)
     mask.__dict__[_CLEAR] = True

@@ -4,7 +4,8 @@ Those of GGUF files (ggml-common.h) have blocks of 32 columns with one scale: ``
 scale and codes with their zero in the middle, ``mxfp4`` an e8m0 exponent and e2m1 codes. ``int4``, ``int8``
 (groups of whole 64 columns), ``int4_32``, ``int8_32`` (of 32), ``nvfp4`` and ``fp8`` are described in
 ``native/src/kernels/layout/kept_encodings.h``; they hold every scale in bf16 or fp16 and every zero, every
-scale of NVFP4, and FP8 with every scale. A matrix is rewritten without loss or refused.
+scale of NVFP4, and FP8 with every scale. A matrix is rewritten without loss, NVFP4 but
+for the rounding of its scales to float32, or refused.
 """
 
 from __future__ import annotations
