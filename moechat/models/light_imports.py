@@ -2,7 +2,7 @@
 
 transformers imports both to mark a few functions and to name a few types that moechat never uses; together
 with hqq they took a third of the time from program start to first token. Here the compiler,
-``torch._dynamo``, is replaced by a stand-in that only notes the marks. As soon as anything asks it for more,
+``torch._dynamo``, is replaced by a stand-in that only notes marks. As soon as anything asks it for more,
 such as ``torch.compile``, it loads the real compiler and passes the marks on. For the lists see
 :mod:`moechat.models.deferred_names`.
 """
@@ -25,7 +25,7 @@ _INDEPENDENT = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
 class CompilerStandIn(StandIn):
-    """``torch._dynamo`` until something needs more of it than marks on functions.
+    """``torch._dynamo`` until something needs more of it than marks on functions and tensors.
 
     Args:
         directory: Of the real package.
@@ -44,6 +44,10 @@ class CompilerStandIn(StandIn):
         """Note a function for the compiler."""
         self._in_graph.append(fn)
         return fn
+
+    def mark_static_address(self, t: Any, guard: bool = False) -> None:
+        """Mark a tensor as the compiler does; states of linear attention and convolutions are marked so."""
+        t._dynamo_static_input_type = "guarded" if guard else "unguarded"
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
         """A function that the compiler skips once it is loaded."""

@@ -7,6 +7,7 @@ its import took a tenth of the time from program start to first token.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,8 +92,13 @@ class Shapes(StandIn):
 
 @contextmanager
 def light_meta() -> Iterator[None]:
-    """Compute on the meta device inside; sympy is imported only where it is really needed."""
+    """Compute on the meta device inside; sympy is imported only where it is really needed.
+
+    Contents are not known there; ``nonzero`` finds as many elements as there can be.
+    """
+    settings: Any = importlib.import_module("torch.fx.experimental._config")
     with ExitStack() as undo:
+        undo.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
         # A program that has loaded them already saves nothing, and must see only one of each.
         if _SYMPY not in sys.modules and _SHAPES not in sys.modules:
             spec = PathFinder.find_spec(_SYMPY)

@@ -24,6 +24,7 @@ from moechat.models.cache_states import STATES, states_of
 from moechat.models.compressing_layer import ENTRIES
 from moechat.models.decode.probe import probing
 from moechat.models.dense import initialise_rest
+from moechat.models.light_meta import light_meta
 from moechat.models.skeleton import Skeleton, build_skeleton
 
 # Tokens of the parts: longer than the blocks in which families compute linear attention (64), shorter than
@@ -138,7 +139,8 @@ def _random_model(config: Any) -> Skeleton | None:
     model = skeleton.model
     if sum(weight.numel() for weight in model.parameters()) > _MOST_WEIGHTS:
         return None
-    with torch.random.fork_rng(devices=[]), probing() as generator:
+    # Buffers are still on the meta device.
+    with light_meta(), torch.random.fork_rng(devices=[]), probing() as generator:
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:

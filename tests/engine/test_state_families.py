@@ -44,6 +44,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[st
         "gemma4_text",
         "glm_moe_dsa",
         "deepseek_v4",
+        "qwen4_exp_text",
+        "glm5_next",
     ):
         config = tiny_family(family)
         config.eos_token_id = None
@@ -90,7 +92,18 @@ def seen(engine: Engine, prompt: list[int], count: int = 4) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "lfm2_moe", "zaya", "jamba", "nemotron_h", "glm_moe_dsa", "deepseek_v4"]
+    "family",
+    [
+        "qwen3_next",
+        "lfm2_moe",
+        "zaya",
+        "jamba",
+        "nemotron_h",
+        "glm_moe_dsa",
+        "deepseek_v4",
+        "qwen4_exp_text",
+        "glm5_next",
+    ],
 )
 def test_a_long_prompt_gives_the_logits_of_transformers(family: str, checkpoints: dict[str, Path]) -> None:
     config = tiny_family(family)
@@ -117,7 +130,17 @@ def test_waves_give_the_bits_of_parts(checkpoints: dict[str, Path], engine: Engi
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "glm_moe_dsa", "deepseek_v4"]
+    "family",
+    [
+        "qwen3_next",
+        "lfm2_moe",
+        "jamba",
+        "nemotron_h",
+        "glm_moe_dsa",
+        "deepseek_v4",
+        "qwen4_exp_text",
+        "glm5_next",
+    ],
 )
 def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, Path]) -> None:
     planned = moechat.plan(str(checkpoints[family]), ctx=200, ram="4G", bits=4)
@@ -143,6 +166,8 @@ def test_what_is_planned_is_what_is_loaded(family: str, checkpoints: dict[str, P
         "gemma4_text",
         "glm_moe_dsa",
         "deepseek_v4",
+        "qwen4_exp_text",
+        "glm5_next",
     ],
 )
 def test_an_edited_prompt_goes_back_to_a_part_and_gives_the_bits_of_a_fresh_one(

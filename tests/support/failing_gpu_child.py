@@ -20,6 +20,7 @@ def main() -> int:
     from interpreted_gpu import InterpretedGpu
     from wide_products import group_products, pair_products
 
+    import moechat.engine.api
     import moechat.loading.load
     from moechat.cli.main import main as moechat_main
     from moechat.offload.kernels import packed_linear, triton_few
@@ -29,6 +30,7 @@ def main() -> int:
     triton_few.group_products = group_products
     triton_few.pair_products = pair_products
     moechat.loading.load.Accelerator = lambda _ordinal: InterpretedGpu(cuda)  # type: ignore[attr-defined]
+    moechat.engine.api.require_gpu = lambda _ordinal: None  # type: ignore[attr-defined]
     cuda.set(fail_after=float(sys.argv[1]))
     return moechat_main(sys.argv[2:])
 

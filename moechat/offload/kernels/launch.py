@@ -13,6 +13,7 @@ from moechat.offload.kernels import triton_blocks, triton_few, triton_kept_block
 from moechat.offload.kernels.block_constants import BlockConstants
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.kept_form import kept_constants, value_table
+from moechat.offload.kernels.triton_kept_codes import IQ4
 from moechat.offload.limits import few_splits, takes_few
 
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
@@ -28,7 +29,8 @@ def _few_tokens(geometry: ExpertGeometry, ordinal: int) -> int:
     """Most tokens of a program: with more, a thread has too few registers."""
     if geometry.kept:
         forms = [kept_constants(encoding) for encoding in geometry.kept[ordinal]]
-        return 1 if any(form["SECOND"] or form["SUBS"] == 4 for form in forms) else 2
+        many = any(form["SECOND"] or form["SUBS"] == 4 or form["TABLE"] == IQ4.value for form in forms)
+        return 1 if many else 2
     return 2 if geometry.bits == 3 else 4
 
 
