@@ -41,6 +41,7 @@ __all__ = [
     "DoesNotFitError",
     "DownloadError",
     "Engine",
+    "Grammar",
     "LoadOptions",
     "ModelNotFoundError",
     "MoechatError",
@@ -56,6 +57,7 @@ __all__ = [
     "Step",
     "StoreDamagedError",
     "StoreFormatError",
+    "TokenLogprob",
     "Tuning",
     "UnsupportedModelError",
     "UsageError",
@@ -65,7 +67,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from moechat.engine import Description, Engine, Progress, Replanned, Stats, Step, Tuning, load
+    from moechat.engine import (
+        Description,
+        Engine,
+        Grammar,
+        Progress,
+        Replanned,
+        Stats,
+        Step,
+        TokenLogprob,
+        Tuning,
+        load,
+    )
     from moechat.options import LoadOptions
     from moechat.planning import Plan, plan
 

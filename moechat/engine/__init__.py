@@ -3,9 +3,10 @@
 Its public names are also those of the package: ``moechat.load``, ``moechat.Engine`` and so on.
 """
 
+from moechat.engine.answer import FinishReason, Step, TokenLogprob
 from moechat.engine.api import Engine, load
-from moechat.engine.decoder import FinishReason, Step
 from moechat.engine.describe import Description
+from moechat.engine.grammar import Grammar
 from moechat.engine.prompt import Message
 from moechat.engine.stats import Stats
 from moechat.loading import Progress
@@ -16,11 +17,13 @@ __all__ = [
     "Description",
     "Engine",
     "FinishReason",
+    "Grammar",
     "Message",
     "Progress",
     "Replanned",
     "Stats",
     "Step",
+    "TokenLogprob",
     "Tuning",
     "load",
 ]

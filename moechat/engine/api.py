@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +22,15 @@ import torch
 
 from moechat import _native
 from moechat.config import active_isa
-from moechat.engine.decoder import Decoder, Step
+from moechat.engine.answer import MOST_LOGPROBS, AnswerSettings, Step, stop_texts, token_bias
+from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
+from moechat.engine.grammar import Grammar
 from moechat.engine.plans import PlanKeeper
 from moechat.engine.prompt import Message, Prompt, PromptEncoder
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
-from moechat.errors import StoreDamagedError
+from moechat.errors import StoreDamagedError, UsageError
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import LoadedModel, Progress, load_model, open_store, require_in_place
@@ -186,6 +188,7 @@ class Engine:
         self.loaded.store.release()
         self._meter.close()
         self.decoder.prompt_cache.drop()
+        self.decoder.grammars.close()
         if near is None:
             return
         near.close()
@@ -320,6 +323,15 @@ class Engine:
         """
         return self.prompts.token_text(token)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token's text; a token may be a part of a character.
+
+        Raises:
+            UsageError: It is no token of the vocabulary, or the model has no usable tokenizer.
+        """
+        token = require_whole("token", token, 0, self.decoder.vocabulary - 1)
+        return self.decoder.grammars.token_bytes(token)
+
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits of one teacher-forced pass.
 
@@ -347,7 +359,13 @@ class Engine:
         top_k: int | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
         reserve: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[Step]:
@@ -362,7 +380,13 @@ class Engine:
             top_k: Candidates kept; 0 keeps all.
             min_p: Least probability relative to the likeliest token.
             repetition_penalty: Above 1 discourages tokens already seen.
+            presence_penalty: Subtracted from the logits of tokens that the answer has already.
+            frequency_penalty: The same, times how often it has them.
+            logit_bias: Numbers from -100 to 100, added to the logits of some token ids.
             seed: Repeats a draw; ``None`` takes a fresh one, found in :attr:`stats`.
+            stop: Texts that end the answer; they are no part of it.
+            logprobs: Give the probability of each token, and of so many likeliest ones, 0 to 20.
+            grammar: What the answer has to look like, see :class:`moechat.Grammar`.
             reserve: Tokens of the context that the prompt must leave for the answer.
             progress: Called before the first and after each part of the prompt with the tokens computed so
                 far (or already cached) and the tokens of the prompt; its own time counts too.
@@ -382,10 +406,20 @@ class Engine:
             top_k=top_k,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
         )
         if max_new_tokens is not None:
             max_new_tokens = require_whole("max_new_tokens", max_new_tokens, 1, _MOST_TOKENS)
         require_callable("progress", progress)
+        if logprobs is not None:
+            logprobs = require_whole("logprobs", logprobs, 0, MOST_LOGPROBS)
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise UsageError(
+                f"the grammar is of type {type(grammar).__name__}", hint="make one with Grammar.json_schema"
+            )
+        stops = stop_texts(stop)
+        bias = token_bias(logit_bias, self.decoder.vocabulary)
         reserve = require_whole("reserve", reserve, 1, _MOST_TOKENS)
         ids = self.prompts.to_ids(prompt, reserve)
         room = self.context_length - ids.shape[1]
@@ -394,9 +428,15 @@ class Engine:
         draw_seed = secrets.randbits(63) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
         return self.decoder.answer(
             ids,
-            min(limit, room),
-            settings,
-            draw_seed,
+            AnswerSettings(
+                min(limit, room),
+                settings,
+                draw_seed,
+                stops,
+                logprobs,
+                bias,
+                None if grammar is None else self.decoder.grammars.begin(grammar),
+            ),
             started=started,
             progress=progress or (lambda _done, _total: None),
         )

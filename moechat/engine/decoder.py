@@ -5,37 +5,19 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from moechat.engine.answer import AnswerSettings, AnswerText, Step, TokenChooser
+from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import CachedTokens, PromptCache
-from moechat.models.sampling import Sampler, SamplingSettings
-from moechat.models.text import TextStream
 from moechat.models.waves import Passed
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One generated token.
-
-    Attributes:
-        text: Text that became complete; may be empty while a multi-byte character is not.
-        token_id: The token.
-        finish_reason: ``None`` except for the last step: ``stop`` (the model ended) or ``length`` (a limit
-            was reached).
-    """
-
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None = None
 
 
 class Decoder:
@@ -54,6 +36,7 @@ class Decoder:
         prompt_cache: Keys, values and states of the last answer.
         cached_tokens: Tokens that ``prompt_cache`` may hold.
         vocabulary: Rows of the embedding.
+        grammars: Makes the masks of grammars.
     """
 
     def __init__(
@@ -75,6 +58,7 @@ class Decoder:
         self._one_pass_noted = False
         model = passes.usable_model()
         self.vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self.grammars = GrammarCompiler(tokenizer, self.vocabulary, stop_tokens)
         # Without it the head computes logits for every token of the prompt.
         parameters = inspect.signature(model.forward).parameters
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -221,9 +205,7 @@ class Decoder:
     def answer(
         self,
         ids: torch.Tensor,
-        limit: int,
-        settings: SamplingSettings,
-        seed: int,
+        settings: AnswerSettings,
         *,
         started: float,
         progress: Callable[[int, int], None],
@@ -232,16 +214,14 @@ class Decoder:
 
         Args:
             ids: The prompt, int64 ``[1, tokens]``.
-            limit: Most tokens to draw.
-            settings: How to draw them.
-            seed: Of the draws.
+            settings: How tokens are drawn, and where the answer ends.
             started: When the answer was requested, on ``time.perf_counter``'s clock.
             progress: Called before the first and after each part of the prompt with the tokens computed so
                 far (or already cached) and the tokens of the prompt; its own time counts too. In a wave it is
                 called several times a layer, with the tokens that would have been computed in that time.
 
         Raises:
-            MoechatError: As :meth:`PassRunner.run`.
+            MoechatError: As :meth:`PassRunner.run`, or the grammar needs too much memory.
         """
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
@@ -255,7 +235,7 @@ class Decoder:
             load_s=before.load_s,
             prompt_tokens=prompt,
             reused_tokens=reused,
-            seed=seed,
+            seed=settings.seed,
             pages=before.pages,
             page_bytes=before.page_bytes,
             budget_bytes=before.budget_bytes,
@@ -263,8 +243,8 @@ class Decoder:
             kv_bits=before.kv_bits,
             kv_bytes=before.kv_bytes,
         )
-        sampler = Sampler(settings, seed)
-        stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
+        chooser = TokenChooser(settings)
+        text = AnswerText(self._tokenizer, settings.stops, self.stop_tokens)
         parts = self.parts(ids[:, reused:], prompt)
         history, waves = ids, self.waves(parts)
         self._choose_copies(held, parts, prompt)
@@ -274,7 +254,7 @@ class Decoder:
         self._meter.start()
         try:
             progress(reused, prompt)
-            for count in range(1, limit + 1):
+            for count in range(1, settings.limit + 1):
                 begun = time.perf_counter()
                 for chunks in waves:
                     held.whole = False
@@ -290,7 +270,7 @@ class Decoder:
                         logits, held.cache = self.step(chunks[0], held.cache)
                     computed += sum(chunk.shape[1] for chunk in chunks)
                     held.whole = True
-                token = sampler.draw(history, logits.cpu())
+                chosen = chooser.choose(history, logits.cpu())
                 now = time.perf_counter()
                 first = first or now
                 if upkeep is not None:
@@ -302,23 +282,15 @@ class Decoder:
                     tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
                     busy_s=now - started,
                 )
-                reason: FinishReason | None = None
-                if token in self.stop_tokens:
-                    reason = "stop"
-                elif count == limit:
-                    reason = "length"
-                text = ""
-                if stream is not None:
-                    text = "" if reason == "stop" else stream.push(token)
-                    text += stream.flush() if reason else ""
-                yield Step(text, token, reason)
+                step = text.step(chosen, complete=chooser.complete, last=count == settings.limit)
+                yield step
                 self._meter.start()
-                if reason:
+                if step.finish_reason:
                     return
-                latest = torch.tensor([[token]])
+                latest = torch.tensor([[step.token_id]])
                 waves = [[latest]]
                 history = torch.cat([history, latest], dim=1)
-                known.append(token)
+                known.append(step.token_id)
         finally:
             loaded = self._passes.loaded
             if upkeep is not None and upkeep is loaded.upkeep:

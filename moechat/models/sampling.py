@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,16 @@ _GREEDY_BELOW = 1e-4
 class SamplingSettings:
     """Sampling parameters; ``temperature`` 0 is greedy.
 
+    Attributes:
+        temperature: Divides the logits.
+        top_k: Candidates kept; 0 keeps all.
+        top_p: Nucleus probability.
+        min_p: Least probability relative to the likeliest token.
+        repetition_penalty: Divides positive logits of tokens in the prompt or the answer, multiplies negative
+            ones (CTRL, section 4.1).
+        presence_penalty: Subtracted from the logits of tokens that the answer has, as in OpenAI's API.
+        frequency_penalty: The same, times how often it has them.
+
     Raises:
         UsageError: A value is out of range.
     """
@@ -31,9 +42,12 @@ class SamplingSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        additive = ("presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *additive):
             _coerce(self, name, float)
         _coerce(self, "top_k", operator.index)
         checks = {
@@ -46,6 +60,11 @@ class SamplingSettings:
                 0.0 < self.repetition_penalty <= 10,
                 "above 0 and at most 10",
             ),
+            **{
+                name.replace("_", " "): (value, -2.0 <= value <= 2.0, "between -2 and 2")
+                for name in additive
+                for value in [getattr(self, name)]
+            },
         }
         for name, (value, good, wanted) in checks.items():
             if not good:
@@ -98,25 +117,35 @@ class Sampler:
     Args:
         settings: Sampling parameters.
         seed: Makes the draws repeatable on one machine and version.
+        bias: Added to the logits of some tokens, by id.
     """
 
-    def __init__(self, settings: SamplingSettings, seed: int) -> None:
+    def __init__(
+        self, settings: SamplingSettings, seed: int, bias: Mapping[int, float] | None = None
+    ) -> None:
         self.settings = settings
         self._generator = torch.Generator().manual_seed(seed)
         self._penalty = None
         if settings.repetition_penalty != 1.0:
             self._penalty = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
         self._greedy = settings.temperature < _GREEDY_BELOW
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        if bias:
+            self._bias = torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._drawn: Counter[int] | None = None
+        if settings.presence_penalty or settings.frequency_penalty:
+            self._drawn = Counter()
 
-    def draw(self, history: torch.Tensor, logits: torch.Tensor) -> int:
+    def draw(self, history: torch.Tensor, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> int:
         """Choose a token.
 
         The steps equal transformers' logits warpers of the same names, in their order: temperature, top-k,
-        top-p, min-p.
+        top-p, min-p; before them bias and penalties.
 
         Args:
             history: int64 ``[1, tokens]``, prompt and answer so far, for the repetition penalty.
-            logits: ``[vocab]`` of the last position.
+            logits: ``[vocab]`` of the last position; not changed.
+            forbidden: bool ``[vocab]``, tokens that must not be drawn; not all of them.
 
         Raises:
             MoechatError: The logits are not finite, so no token can be drawn.
@@ -124,6 +153,8 @@ class Sampler:
         scores = logits.detach().float()
         if self._penalty is not None:
             scores = self._penalty(history, scores.unsqueeze(0))[0]
+        if self._drawn or self._bias is not None or forbidden is not None:
+            scores = self._changed(scores.clone(), forbidden)
         values = scores.contiguous().numpy()
         if self._greedy:
             token = _native.largest_logit(values)
@@ -138,4 +169,17 @@ class Sampler:
                 "the model's logits are not finite: no token can be drawn",
                 hint="if it computes in float16, try --dtype float32; else fetch its files again",
             )
+        if self._drawn is not None:
+            self._drawn[token] += 1
         return token
+
+    def _changed(self, scores: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
+        if self._drawn:
+            counts = torch.tensor(list(self._drawn.values()), dtype=torch.float32)
+            settings = self.settings
+            penalties = settings.presence_penalty + settings.frequency_penalty * counts
+            scores[torch.tensor(list(self._drawn))] -= penalties
+        if self._bias is not None:
+            ids, values = self._bias
+            scores[ids] += values
+        return scores if forbidden is None else scores.masked_fill_(forbidden, -torch.inf)

@@ -1,0 +1,210 @@
+"""How the tokens of an answer are chosen, how they become text, and where the answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from moechat.engine.grammar import Constraint
+from moechat.engine.stop_text import StopText
+from moechat.errors import UsageError
+from moechat.models.sampling import Sampler, SamplingSettings
+from moechat.models.text import TextStream
+from moechat.validation import require_number, require_whole, shown
+
+FinishReason = Literal["stop", "length"]
+
+# As many as OpenAI's API allows to ask for.
+MOST_LOGPROBS = 20
+_MOST_STOPS, _LONGEST_STOP = 64, 4096
+_MOST_BIAS = 100.0
+
+
+class TokenLogprob(NamedTuple):
+    """A token and the natural logarithm of its probability.
+
+    The probability is that of the model's logits, before temperature, penalties, bias and grammar.
+
+    Attributes:
+        token_id: The token.
+        logprob: At most 0.
+    """
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token.
+
+    Attributes:
+        text: Text that became complete; may be empty while a multi-byte character is not, or while the text
+            may begin one of ``stop``.
+        token_id: The token.
+        finish_reason: ``None`` except for the last step: ``stop`` (the model ended, a text of ``stop``
+            appeared, or the grammar is complete) or ``length`` (a limit was reached).
+        stop: The text of ``stop`` that ended the answer.
+        logprob: Of the token, as in :class:`TokenLogprob`; ``None`` unless ``logprobs`` were asked for.
+        top_logprobs: The likeliest tokens, the likeliest first.
+    """
+
+    text: str
+    token_id: int
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How one answer is generated.
+
+    Attributes:
+        limit: Most tokens to draw.
+        sampling: How they are drawn.
+        seed: Of the draws.
+        stops: Texts that end the answer, see :func:`stop_texts`.
+        logprobs: Number of likeliest tokens given with each token; ``None``: no probabilities at all.
+        bias: Added to logits, see :func:`token_bias`.
+        constraint: The grammar at its beginning; ``None`` for free text.
+    """
+
+    limit: int
+    sampling: SamplingSettings
+    seed: int
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Constraint | None = None
+
+
+def stop_texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Texts that end an answer.
+
+    Raises:
+        UsageError: One is empty, too long or no text, or there are too many.
+    """
+    texts = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise UsageError(f"stop is {shown(value)}; it must be a text or a list of texts")
+    if len(texts) > _MOST_STOPS:
+        raise UsageError(f"stop has {len(texts)} texts; there may be at most {_MOST_STOPS}")
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_STOP:
+            raise UsageError(
+                f"stop contains {shown(text)}; it must be a text of 1 to {_LONGEST_STOP} characters"
+            )
+    return tuple(texts)
+
+
+def token_bias(value: Mapping[Any, float] | None, vocabulary: int) -> dict[int, float]:
+    """Numbers added to the logits of tokens.
+
+    Args:
+        value: By token id, which may be a text of digits, as in JSON.
+        vocabulary: Number of tokens.
+
+    Raises:
+        UsageError: An id is none of the vocabulary, or a number is not between -100 and 100.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias is {shown(value)}; it must be an object: a number for each token id")
+    found = {}
+    for key, number in value.items():
+        token = (
+            int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
+        )
+        token = require_whole("a token id of logit_bias", token, 0, vocabulary - 1)
+        found[token] = float(require_number(f"logit_bias of {token}", number, -_MOST_BIAS, _MOST_BIAS))
+    return found
+
+
+class TokenChooser:
+    """Draws the tokens of one answer."""
+
+    def __init__(self, settings: AnswerSettings) -> None:
+        self._settings = settings
+        self._sampler = Sampler(settings.sampling, settings.seed, settings.bias)
+
+    def choose(self, history: torch.Tensor, logits: torch.Tensor) -> Step:
+        """Choose the next token.
+
+        Args:
+            history: int64 ``[1, tokens]``, prompt and answer so far.
+            logits: ``[vocab]`` after the last token, on the CPU.
+
+        Returns:
+            A step without text.
+
+        Raises:
+            MoechatError: The logits are not finite, or the grammar cannot go on.
+        """
+        constraint = self._settings.constraint
+        token = self._sampler.draw(history, logits, None if constraint is None else constraint.forbidden())
+        if constraint is not None:
+            constraint.accept(token)
+        if self._settings.logprobs is None:
+            return Step("", token)
+        logprobs = logits.detach().float().log_softmax(-1)
+        values, ids = logprobs.topk(min(self._settings.logprobs, len(logprobs)))
+        top = tuple(map(TokenLogprob, ids.tolist(), values.tolist()))
+        return Step("", token, logprob=float(logprobs[token]), top_logprobs=top)
+
+    @property
+    def complete(self) -> bool:
+        """The grammar allows no further token."""
+        constraint = self._settings.constraint
+        return constraint is not None and constraint.finished
+
+
+class AnswerText:
+    """Turns the tokens of one answer into text, and finds its end.
+
+    Args:
+        tokenizer: Of the model, or ``None``: then there is no text.
+        stops: Texts that end the answer. One that is a special token as a whole ends it too, though special
+            tokens are no part of the text.
+        stop_tokens: Token ids that end it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], stop_tokens: frozenset[int]) -> None:
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._stops = StopText(stops)
+        self._stop_tokens = stop_tokens
+        self._marks: dict[int, str] = {}
+        if tokenizer is not None and stops:
+            special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+            self._marks = {token: text for text, token in special if text in stops}
+
+    def step(self, chosen: Step, *, complete: bool, last: bool) -> Step:
+        """The step with its text and, if it is the last one, its reason.
+
+        Args:
+            chosen: The token, from :meth:`TokenChooser.choose`.
+            complete: Nothing may follow.
+            last: The limit of tokens is reached.
+        """
+        token = chosen.token_id
+        mark = self._marks.get(token)
+        ended = token in self._stop_tokens or mark is not None
+        reason: FinishReason | None = "stop" if ended or complete else "length" if last else None
+        if self._stream is None:
+            return _with(chosen, "", reason, mark)
+        added = "" if ended else self._stream.push(token)
+        if reason:
+            added += self._stream.flush()
+        text, stop = self._stops.push(added)
+        if stop is not None:
+            return _with(chosen, text, "stop", stop)
+        return _with(chosen, text + self._stops.flush() if reason else text, reason, mark)
+
+
+def _with(chosen: Step, text: str, reason: FinishReason | None, stop: str | None) -> Step:
+    return Step(text, chosen.token_id, reason, stop, chosen.logprob, chosen.top_logprobs)
