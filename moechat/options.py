@@ -142,6 +142,7 @@ class LoadKeywords(TypedDict, total=False):
     dense_bits: DenseBits
     activation_bits: int
     kv_bits: int
+    conversations: int
     deterministic: bool
     tune: bool
     replan_tokens: int
@@ -179,6 +180,8 @@ class LoadOptions:
             every 64 columns, or 32: float32. With a GPU, the CPU computes its part with at least 16.
         kv_bits: Bits of a key or value in the attention cache: 16 keeps them in the type that the dense part
             computes in, 8 packs them with a power of two for every 32.
+        conversations: Attention caches of a whole context that the budget holds, 1 to 64: those of answers
+            that are generated side by side, and those of conversations that may go on.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
             then computes none of the experts that are missing there, and no graphs are replayed. On the CPU
             they are the same anyway.
@@ -200,6 +203,7 @@ class LoadOptions:
     dense_bits: int | str = _option(AUTO_BITS, _dense_bits)
     activation_bits: int = _option(DEFAULT_ACTIVATION_BITS, _choice(ACTIVATION_BITS))
     kv_bits: int = _option(PLAIN_KV_BITS, _choice(KV_BITS))
+    conversations: int = _option(1, _whole(1, 64))
     deterministic: bool = _option(False, require_bool)
     tune: bool = _option(False, require_bool)
     replan_tokens: int = _option(5000, _whole(0, _MOST_BYTES))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -48,6 +48,26 @@ _DEFAULT_THREADS = _native.num_threads()
 _MOST_SEED = (1 << 63) - 1
 _MOST_TOKENS = 1 << 62
 _TUNE_SECONDS = 5.0
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """The options of :meth:`Engine.generate`."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    logprobs: int | None
+    grammar: Grammar | None
+    reserve: int
+    progress: Callable[[int, int], None] | None
 
 
 def load(
@@ -398,9 +418,9 @@ class Engine:
             PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
             UsageError: A setting is unknown, has the wrong type, or is out of range.
         """
-        started = time.perf_counter()
-        self.passes.usable_model()
-        settings = self.sampling.override(
+        steps = self.generate_in_turns(
+            prompt,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -408,7 +428,49 @@ class Engine:
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            seed=seed,
+            stop=stop,
+            logprobs=logprobs,
+            grammar=grammar,
+            reserve=reserve,
+            progress=progress,
         )
+        return _tokens_only(steps)
+
+    def generate_in_turns(
+        self, prompt: Prompt, **options: Unpack[GenerateKeywords]
+    ) -> Generator[Step | None, None, None]:
+        """Generate an answer beside others: several such iterators may be advanced in turns.
+
+        Each has an attention cache of its own; ``conversations`` of :class:`moechat.LoadOptions` says how
+        many the memory budget holds. The tokens are those that each would have alone. :attr:`stats` are those
+        of the answer that was advanced last.
+
+        Args:
+            prompt: As for :meth:`generate`, and so are options and errors.
+            options: See :meth:`generate`.
+
+        Returns:
+            As :meth:`generate`, and ``None`` after each pass of the prompt but the last.
+        """
+        started = time.perf_counter()
+        self.passes.usable_model()
+        settings = self.sampling.override(
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+            min_p=options.get("min_p"),
+            repetition_penalty=options.get("repetition_penalty"),
+            presence_penalty=options.get("presence_penalty"),
+            frequency_penalty=options.get("frequency_penalty"),
+        )
+        max_new_tokens, logprobs, grammar = (
+            options.get("max_new_tokens"),
+            options.get("logprobs"),
+            options.get("grammar"),
+        )
+        seed, progress = options.get("seed"), options.get("progress")
         if max_new_tokens is not None:
             max_new_tokens = require_whole("max_new_tokens", max_new_tokens, 1, _MOST_TOKENS)
         require_callable("progress", progress)
@@ -418,15 +480,15 @@ class Engine:
             raise UsageError(
                 f"the grammar is of type {type(grammar).__name__}", hint="make one with Grammar.json_schema"
             )
-        stops = stop_texts(stop)
-        bias = token_bias(logit_bias, self.decoder.vocabulary)
-        reserve = require_whole("reserve", reserve, 1, _MOST_TOKENS)
+        stops = stop_texts(options.get("stop"))
+        bias = token_bias(options.get("logit_bias"), self.decoder.vocabulary)
+        reserve = require_whole("reserve", options.get("reserve", 1), 1, _MOST_TOKENS)
         ids = self.prompts.to_ids(prompt, reserve)
         room = self.context_length - ids.shape[1]
         shipped = getattr(self._generation_config, "max_new_tokens", None)
         limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
         draw_seed = secrets.randbits(63) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
-        return self.decoder.answer(
+        return self.decoder.answer_in_turns(
             ids,
             AnswerSettings(
                 min(limit, room),
@@ -440,3 +502,10 @@ class Engine:
             started=started,
             progress=progress or (lambda _done, _total: None),
         )
+
+
+def _tokens_only(steps: Generator[Step | None, None, None]) -> Iterator[Step]:
+    with closing(steps):
+        for step in steps:
+            if step is not None:
+                yield step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,8 +33,8 @@ class Decoder:
     Attributes:
         stats: Of the answer under way, else of the last one.
         stop_tokens: Token ids that end an answer.
-        prompt_cache: Keys, values and states of the last answer.
-        cached_tokens: Tokens that ``prompt_cache`` may hold.
+        prompt_cache: Keys, values and states of the last answer, or of several conversations.
+        cached_tokens: Tokens that ``prompt_cache`` held after the last answer.
         vocabulary: Rows of the embedding.
         grammars: Makes the masks of grammars.
     """
@@ -50,7 +50,7 @@ class Decoder:
     ) -> None:
         self.stats = stats
         self.stop_tokens = stop_tokens
-        self.prompt_cache = PromptCache()
+        self.prompt_cache = PromptCache(passes.loaded.conversations)
         self.cached_tokens = 0
         self._passes = passes
         self._meter = meter
@@ -202,15 +202,17 @@ class Decoder:
                 done += part.shape[1]
         return found
 
-    def answer(
+    def answer_in_turns(
         self,
         ids: torch.Tensor,
         settings: AnswerSettings,
         *,
         started: float,
         progress: Callable[[int, int], None],
-    ) -> Iterator[Step]:
+    ) -> Generator[Step | None, None, None]:
         """Compute a prompt, then draw tokens until the model stops.
+
+        Other answers may be computed between two items. Each has an attention cache of its own.
 
         Args:
             ids: The prompt, int64 ``[1, tokens]``.
@@ -220,9 +222,14 @@ class Decoder:
                 far (or already cached) and the tokens of the prompt; its own time counts too. In a wave it is
                 called several times a layer, with the tokens that would have been computed in that time.
 
+        Returns:
+            A step for each token; ``None`` after each pass of the prompt but the last.
+
         Raises:
             MoechatError: As :meth:`PassRunner.run`, or the grammar needs too much memory.
         """
+        chooser = TokenChooser(settings)
+        text = AnswerText(self._tokenizer, settings.stops, self.stop_tokens)
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
         most = self._passes.loaded.cache.appendable
@@ -243,8 +250,6 @@ class Decoder:
             kv_bits=before.kv_bits,
             kv_bytes=before.kv_bytes,
         )
-        chooser = TokenChooser(settings)
-        text = AnswerText(self._tokenizer, settings.stops, self.stop_tokens)
         parts = self.parts(ids[:, reused:], prompt)
         history, waves = ids, self.waves(parts)
         self._choose_copies(held, parts, prompt)
@@ -270,6 +275,10 @@ class Decoder:
                         logits, held.cache = self.step(chunks[0], held.cache)
                     computed += sum(chunk.shape[1] for chunk in chunks)
                     held.whole = True
+                    if computed < prompt:
+                        stats = self._meter.add(stats)
+                        yield None
+                        self._meter.start()
                 chosen = chooser.choose(history, logits.cpu())
                 now = time.perf_counter()
                 first = first or now
@@ -298,7 +307,9 @@ class Decoder:
             if held.cache is not None and loaded.model is not None:
                 # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
                 self.prompt_cache.keep(held, known[:computed], prompt, copied=prompt <= most)
-                self.cached_tokens = computed
+                self.cached_tokens = self.prompt_cache.tokens
+            else:
+                self.prompt_cache.give_up()
 
     def _choose_copies(self, held: CachedTokens, parts: list[torch.Tensor], prompt: int) -> None:
         """Choose at which ends of the parts of a prompt states are copied."""

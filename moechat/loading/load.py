@@ -92,7 +92,7 @@ def _load(
     )
 
     memory = placement.memory(options)
-    needs = memory_needs(outline, store.geometry, memory)
+    needs = memory_needs(outline, store.geometry, memory, options.conversations)
     budget, given = placement.budget(options, needs.base)
     plan = plan_memory(needs, budget, given=given, ctx=ctx, pages=offload.pages, labels=placement.labels)
     placement.reserve(plan)
@@ -156,6 +156,7 @@ def _load(
         native_modules=native_modules,
         accelerator=gpu,
         decoder=decoder,
+        conversations=options.conversations,
     )
     if tier is None:
         loaded.map_experts()

@@ -62,6 +62,7 @@ class LoadedModel:
         native_modules: The parts of the model that are computed natively in decoding steps.
         accelerator: The GPU that it runs on; ``None``: the CPU.
         decoder: Calls the model with fewer launches on the GPU; ``None``: call the model.
+        conversations: Attention caches that the plan has memory for.
     """
 
     store: Store
@@ -78,6 +79,7 @@ class LoadedModel:
     native_modules: NativeModules
     accelerator: Accelerator | None
     decoder: PassDecoder | None
+    conversations: int = 1
 
     @property
     def device(self) -> torch.device:

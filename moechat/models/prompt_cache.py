@@ -1,4 +1,4 @@
-"""Keeps the attention cache of a conversation, so that the next turn computes only new tokens.
+"""Keeps the attention caches of conversations, so that their next turns compute only new tokens.
 
 A prompt that continues an answer goes on from the tokens that it shares with it; that agrees with computing
 it afresh within rounding. A prompt that only shares a beginning must give the same answer whatever came
@@ -9,6 +9,7 @@ and so are the bits. Caches with states go back to ends of parts where these wer
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,31 +129,61 @@ class CachedTokens:
 
 
 class PromptCache:
-    """Keys, values and states of the tokens of the last prompt and answer."""
+    """Keys, values and states of prompts and answers: of the last one, or of several conversations.
 
-    # Invariant: a _held that is not None has no other owner.
-    def __init__(self) -> None:
-        self._held: CachedTokens | None = None
+    Args:
+        most: Most attention caches at a time, those that are taken out included.
+    """
+
+    # Invariants: a cache in _held has no other owner; len(_held) + _taken <= most, unless more are taken out.
+    # The one that was used last comes last.
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._held: list[CachedTokens] = []
+        self._taken = 0
 
     @property
     def empty(self) -> bool:
         """Nothing is kept."""
-        return self._held is None
+        return not self._held
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all caches that are kept."""
+        return sum(len(held.tokens) for held in self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def take(self, tokens: list[int], most: int) -> CachedTokens:
-        """Take out the cache with the first tokens of a prompt that it can keep, or else none.
+        """Take out the cache with the most of the first tokens of a prompt that can be kept, or a new one.
+
+        A cache of another conversation that only begins in the same way is copied where there is room: it
+        stays for that conversation. The one that was not used for longest makes room.
 
         Args:
             tokens: The prompt.
             most: Longest prompt that may be computed in parts.
         """
-        held = self._held
-        self.drop()
-        reused = held.reach(tokens, most) if held is not None else 0
-        if held is None or not reused:
+        self._taken += 1
+        best = max(self._held, key=lambda held: held.reach(tokens, most), default=None)
+        reused = 0 if best is None else best.reach(tokens, most)
+        if best is None or not reused:
+            self._make_room()
             return CachedTokens()
-        held.go_back(reused)
-        return held
+        goes_on = 2 * reused >= len(best.tokens)
+        if not goes_on and self._most > 1:
+            self._held.remove(best)
+            self._held.append(best)
+            self._make_room()
+            if best in self._held:
+                copied = deepcopy(best)
+                copied.go_back(reused)
+                return copied
+        if best in self._held:
+            self._held.remove(best)
+        best.go_back(reused)
+        return best
 
     def keep(self, held: CachedTokens, tokens: list[int], prompt: int, *, copied: bool) -> None:
         """Store a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
@@ -166,7 +197,7 @@ class PromptCache:
             prompt: Tokens of the prompt.
             copied: The cache may be continued though it cannot be cut.
         """
-        self.drop()
+        self.give_up()
         held.forget_unfinished()
         if can_cut(held.cache):
             if not held.cache.layers or any(
@@ -186,11 +217,20 @@ class PromptCache:
         if len(tokens) > prompt:
             held.answered = min(held.answered, prompt)
         if len(tokens) > prompt or held.marks:
-            self._held = held
+            self._held.append(held)
+            self._make_room()
+
+    def give_up(self) -> None:
+        """A cache that was taken out is gone."""
+        self._taken = max(0, self._taken - 1)
 
     def drop(self) -> None:
-        """Discard the stored cache."""
-        self._held = None
+        """Discard all stored caches."""
+        self._held = []
+
+    def _make_room(self) -> None:
+        while self._held and len(self._held) + self._taken > self._most:
+            self._held.pop(0)
 
 
 def thinned(places: list[int], most: int) -> list[int]:

@@ -77,13 +77,16 @@ class GpuMemory:
 Memory = HostMemory | GpuMemory
 
 
-def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory) -> Needs:
+def memory_needs(
+    outline: ModelOutline, geometry: ExpertGeometry, memory: Memory, conversations: int = 1
+) -> Needs:
     """The bytes that a model takes, part by part, of the memory that its dense part and its pages lie in.
 
     Args:
         outline: The model's sizes.
         geometry: Shape and encoding of its experts.
         memory: The memory.
+        conversations: Attention caches that are kept.
     """
     on_gpu = isinstance(memory, GpuMemory)
     # Routers in float32, for prediction: on the CPU they are the model's own where that computes in float32.
@@ -114,7 +117,7 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         basis=memory.basis,
         dense=outline.dense_bytes + copies,
         loading=0 if on_gpu else outline.loading,
-        kv=outline.cache.nbytes,
+        kv=lambda tokens: conversations * outline.cache.nbytes(tokens),
         workspace=workspace,
         scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_gpu else outline.scratch,
         page_bytes=geometry.record_bytes,

@@ -120,7 +120,7 @@ class Cases:
             self.geometry, self.remark = found.geometry(self.outline)
         self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
-        self.needs: Needs = memory_needs(self.outline, self.geometry, memory)
+        self.needs: Needs = memory_needs(self.outline, self.geometry, memory, options.conversations)
         self._graphs = uses_graphs(self.outline, memory)
         self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, self.settings)
         self.times = self._measured_times(found, options)
