@@ -23,7 +23,7 @@ PACKAGE = "moechat"
 # Rooms that share a level do not import each other. The last three levels are single modules.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"bench", "chat"}),
+    frozenset({"bench", "chat", "serve"}),
     frozenset({"engine"}),
     frozenset({"tuner", "fetch"}),
     frozenset({"loading", "planning"}),

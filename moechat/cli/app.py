@@ -15,6 +15,7 @@ from moechat.cli.commands.library_arguments import register_library
 from moechat.cli.commands.plan_arguments import PlanCommand, ProfileCommand
 from moechat.cli.commands.replay_arguments import SimulateCommand, TraceCommand
 from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.commands.serve_arguments import ServeCommand
 from moechat.cli.commands.sessions_arguments import sessions_app
 from moechat.cli.completion.shell import VARIABLE as COMPLETE_VARIABLE
 from moechat.cli.completion.shell import answer_shell, install_completion, show_completion
@@ -169,6 +170,12 @@ def _run(command: RunOptions) -> int:
     return run(command)
 
 
+def _serve(command: ServeCommand) -> int:
+    from moechat.cli.commands.serve import serve
+
+    return serve(command)
+
+
 def _bench(command: BenchCommand) -> int:
     from moechat.cli.commands.bench import bench
 
@@ -200,6 +207,7 @@ def _trace(command: TraceCommand) -> int:
 
 
 register(_commands, "run", RunOptions, _run)
+register(_commands, "serve", ServeCommand, _serve)
 register(_commands, "bench", BenchCommand, _bench)
 register(_commands, "plan", PlanCommand, _plan)
 register(_commands, "profile", ProfileCommand, _profile)

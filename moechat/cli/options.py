@@ -149,3 +149,17 @@ class PlaceOptions(MemoryOptions):
             "--deterministic",
         ),
     ] = LoadOptions.deterministic
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(PlaceOptions):
+    """Options of commands about several conversations at a time."""
+
+    conversations: Annotated[
+        int,
+        option(
+            "N",
+            "Attention caches that the memory budget holds: those of answers under way, and those of "
+            "conversations that may go on.",
+        ),
+    ] = LoadOptions.conversations

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -323,15 +323,26 @@ class Engine:
 
     # ---- prompts and answers
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Tokens of a text, or of chat messages through the model's chat template.
+
+        Args:
+            prompt: The text or the messages.
+            tools: Descriptions of tools for the template, in OpenAI's form.
+            template_options: Values for the template, such as ``{"enable_thinking": False}``.
 
         Raises:
             UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
             PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
                 minutes and gigabytes, and could not be interrupted.
         """
-        return self.prompts.encode(prompt)
+        return self.prompts.encode(prompt, tools=tools, template_options=template_options)
 
     def token_text(self, token: int) -> str:
         """One token as text, special ones too, which steps leave out; empty without a tokenizer.

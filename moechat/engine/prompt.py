@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 from moechat.errors import PromptTooLongError, UsageError
 from moechat.offload.budget import MemoryPlan
-from moechat.validation import require_whole
+from moechat.validation import require_whole, shown
 
-Message = dict[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
 
 # Characters that are tokenised in one call, which takes about 0.1 s.
@@ -45,8 +46,30 @@ class PromptEncoder:
         """Whether chat messages can be encoded."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    def chat_template(self, *, tools: bool = False) -> str:
+        """The text of the chat template, of that for tools where a model has two; empty without one."""
+        if not self.has_chat_template:
+            return ""
+        return str(self.tokenizer.get_chat_template(tools=[{}] if tools else None))
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens that the tokenizer adds to its vocabulary, such as marks of turns."""
+        return tuple(getattr(self.tokenizer, "added_tokens_encoder", {}))
+
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Tokens of a text, or of chat messages through the model's chat template.
+
+        Args:
+            prompt: The text or the messages.
+            tools: Descriptions of tools for the template, in OpenAI's form.
+            template_options: Values for the template, such as ``enable_thinking``.
 
         Raises:
             UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
@@ -62,7 +85,11 @@ class PromptEncoder:
             text = part.get("content") if isinstance(part, Mapping) else part
             if isinstance(text, str) and len(text) > _PIECE_CHARACTERS:
                 self._require_plausible_length(text)
-        tokens = self._tokenise(prompt) if isinstance(prompt, str) else self._apply_template(prompt)
+        tokens = (
+            self._tokenise(prompt)
+            if isinstance(prompt, str)
+            else self._apply_template(prompt, tools, template_options or {})
+        )
         if not tokens:
             raise UsageError("the prompt is empty")
         return tokens
@@ -125,14 +152,28 @@ class PromptEncoder:
         except (TypeError, UnicodeError) as error:
             raise UsageError(f"the prompt is not Unicode text: {error}") from error
 
-    def _apply_template(self, messages: Sequence[Message]) -> list[int]:
+    def _apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> list[int]:
         if not self.has_chat_template:
             raise UsageError(
                 f"{self._name} has no chat template", hint="give a plain text to continue instead"
             )
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in options:
+            if not name.isidentifier() or name in taken or name == "messages":
+                raise UsageError(f"{shown(name)} cannot be set for a chat template")
         try:
             encoded = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **options,
             )
         except Exception as error:
             raise UsageError(f"the chat template of {self._name} refuses these messages: {error}") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from moechat.cli.completion.completers import complete_machines, complete_models, complete_plannable
-from moechat.cli.options import ModelOptions, PlaceOptions
+from moechat.cli.options import ModelOptions, ServingOptions
 from moechat.cli.parameters import Json, Quiet, argument, flag, option
 from moechat.errors import UsageError
 from moechat.options import as_flag
@@ -71,7 +71,7 @@ moechat profile --model demo
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(PlaceOptions):
+class PlanCommand(ServingOptions):
     """The arguments of ``moechat plan``.
 
     Raises:

@@ -1,0 +1,75 @@
+"""``moechat serve``: answers other programs over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from moechat.cli.commands.serve_arguments import ServeCommand
+from moechat.cli.engine_import import import_engine
+from moechat.cli.terminal.consoles import can_ask, print_notice
+from moechat.errors import NotInLibraryError
+from moechat.hub.names import resolve
+
+if TYPE_CHECKING:
+    from moechat import Engine
+
+
+def serve(options: ServeCommand) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    settings = options.with_key()
+    if options.model is not None and not _is_here(options):
+        from moechat.cli.commands.download import download_to_run
+
+        if not download_to_run(
+            options.model, options.load_options.given, yes=options.yes, quiet=options.quiet
+        ):
+            return NotInLibraryError.exit_code
+    if options.verbose:
+        logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
+        logging.getLogger("moechat.serve").setLevel(logging.INFO)
+    import_engine()
+    from moechat.serve.offered_models import OfferedModels
+    from moechat.serve.server import Server
+
+    load = {**options.load_options.given}
+    load["conversations"] = max(options.parallel, options.load_options.conversations)
+
+    def loaded(engine: Engine) -> None:
+        if not options.quiet:
+            print_notice(f"{engine.name} is ready, {engine.context_length} tokens of context")
+            for notice in engine.notices():
+                print_notice(notice)
+
+    server = Server(settings, OfferedModels(options.model, load, loaded), options.model)
+
+    def ready() -> None:
+        if not options.quiet:
+            print_notice(f"listening on {server.url}/v1; Ctrl-C ends the server")
+
+    server.run(ready)
+    return 0
+
+
+def _is_here(options: ServeCommand) -> bool:
+    """Whether the model is in the library or a directory.
+
+    Raises:
+        NotInLibraryError: It would have to be downloaded, and there is nobody to ask.
+    """
+    assert options.model is not None
+    try:
+        resolve(options.model, bits=options.bits)
+    except NotInLibraryError:
+        if not options.yes and not can_ask():
+            raise
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The HTTP server: other programs talk to a model in the protocols of OpenAI and Anthropic."""

@@ -1,0 +1,266 @@
+"""The application: routes, and what stands behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from moechat import __version__
+from moechat.errors import MoechatError
+from moechat.serve.anthropic_messages import MessageAnswer, MessageRequest
+from moechat.serve.api_errors import ApiError, api_error
+from moechat.serve.conversation import Conversation
+from moechat.serve.counters import Counters, Gauge
+from moechat.serve.fields import Fields, parse_body
+from moechat.serve.guard import Guard, log
+from moechat.serve.jobs import Begun, Failed, Job
+from moechat.serve.openai_chat import ChatAnswer, ChatRequest
+from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
+from moechat.serve.openai_responses import ResponseAnswer, ResponseRequest
+from moechat.serve.replies import Reply, parser_of
+from moechat.serve.settings import ServeSettings
+from moechat.serve.worker import Worker
+
+_R = TypeVar("_R")
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Answer(Protocol):
+    """Writes one reply in the form of a protocol."""
+
+    async def whole(self) -> dict[str, object]:
+        """The body of an answer in one piece."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """The events of an answer in pieces."""
+
+
+class Service:
+    """The handlers of all routes.
+
+    Args:
+        worker: Computes answers.
+        names: The names of models that clients may use, the first one first.
+        counters: For ``/metrics``.
+    """
+
+    def __init__(self, worker: Worker, names: Callable[[], list[str]], counters: Counters) -> None:
+        self._worker = worker
+        self._names = names
+        self._counters = counters
+        self._started = time.time()
+
+    # ---- answers
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        asked = ChatRequest.parse(await _body(request))
+        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        return await _respond(request, ChatAnswer(asked, reply), reply, stream=asked.stream)
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        asked = CompletionRequest.parse(await _body(request))
+        reply = await self._begin(request, asked.job())
+        return await _respond(request, CompletionAnswer(asked, reply), reply, stream=asked.stream)
+
+    async def responses(self, request: Request) -> Response:
+        """``POST /v1/responses``."""
+        asked = ResponseRequest.parse(await _body(request))
+        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        return await _respond(request, ResponseAnswer(asked, reply), reply, stream=asked.stream)
+
+    async def messages(self, request: Request) -> Response:
+        """``POST /v1/messages``, Anthropic's protocol."""
+        asked = MessageRequest.parse(await _body(request))
+        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        return await _respond(request, MessageAnswer(asked, reply), reply, stream=asked.stream)
+
+    async def embeddings(self, request: Request) -> Response:
+        """``POST /v1/embeddings``: not what these models are for."""
+        raise ApiError(
+            400,
+            "moechat runs models that generate text; they have no embeddings. Use an embedding model in "
+            "another server",
+            code="unsupported_endpoint",
+        )
+
+    async def _begin(self, request: Request, job: Job, conversation: Conversation | None = None) -> Reply:
+        """Wait until the prompt is accepted.
+
+        Raises:
+            ApiError: The model is still loading, or the client has left.
+            Exception: The request failed.
+        """
+        if self._worker.starting:
+            name, what, share = self._worker.loading or ("the model", "load", 0.0)
+            raise ApiError(
+                503, f"{name} is loading ({what}, {share:.0%})", kind="server_error", code="model_loading"
+            )
+        self._worker.submit(job)
+        event = await _unless_left(request, job, job.next())
+        if isinstance(event, Failed):
+            raise event.error
+        assert isinstance(event, Begun)
+        parser = None
+        if conversation is not None:
+            parser = parser_of(conversation.format, conversation.offered, event.prompt_end)
+        return Reply(job, event, parser)
+
+    # ---- facts
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models`` and ``GET /v1/models/NAME``."""
+        cards = [
+            {"id": name, "object": "model", "created": int(self._started), "owned_by": "moechat"}
+            for name in await asyncio.to_thread(self._names)
+        ]
+        wanted = request.path_params.get("name")
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": cards})
+        for card in cards:
+            if card["id"] == wanted:
+                return JSONResponse(card)
+        raise ApiError(404, "there is no such model; /v1/models lists them", code="model_not_found")
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 if requests are answered, 503 while the model loads."""
+        worker = self._worker
+        loading = None
+        if worker.loading is not None:
+            name, what, share = worker.loading
+            loading = {"model": name, "doing": what, "share": round(share, 3)}
+        body = {
+            "status": "loading" if worker.starting else "ok",
+            "version": __version__,
+            "model": worker.loaded or None,
+            "loading": loading,
+            "answers": worker.active,
+            "waiting": worker.waiting,
+        }
+        if worker.starting:
+            return JSONResponse(body, 503, {"Retry-After": "2"})
+        return JSONResponse(body)
+
+    async def metrics(self, request: Request) -> Response:
+        """``GET /metrics``, for Prometheus."""
+        worker = self._worker
+        gauges = [
+            Gauge("answers_running", "Answers under way.", worker.active),
+            Gauge("requests_waiting", "Requests in the queue.", worker.waiting),
+            Gauge("model_loaded", "1 if a model is loaded.", float(bool(worker.loaded))),
+        ]
+        text = self._counters.text(gauges)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def make_app(
+    settings: ServeSettings, worker: Worker, names: Callable[[], list[str]], counters: Counters
+) -> Guard:
+    """The application, guarded.
+
+    Args:
+        settings: Of the server.
+        worker: Computes answers; started by the caller.
+        names: The names of models that clients may use.
+        counters: Counts requests and answers.
+    """
+    service = Service(worker, names, counters)
+    routes = [
+        Route("/v1/chat/completions", _answering(service.chat), methods=["POST"]),
+        Route("/v1/completions", _answering(service.completions), methods=["POST"]),
+        Route("/v1/responses", _answering(service.responses), methods=["POST"]),
+        Route("/v1/messages", _answering(service.messages), methods=["POST"]),
+        Route("/v1/embeddings", _answering(service.embeddings), methods=["POST"]),
+        Route("/v1/models", _answering(service.models)),
+        Route("/v1/models/{name:path}", _answering(service.models)),
+        Route("/health", _answering(service.health)),
+        Route("/metrics", _answering(service.metrics)),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _handle_http})
+    return Guard(app, settings, counters, frozenset(route.path for route in routes))
+
+
+async def _body(request: Request) -> Fields:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Forms of other sites can send any other type without asking first.
+        raise ApiError(415, "the body must have the content type application/json")
+    return parse_body(await request.body())
+
+
+async def _respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
+    if stream:
+        return _Stream(reply.job, answer.stream())
+    return JSONResponse(await _unless_left(request, reply.job, answer.whole()))
+
+
+class _Stream(StreamingResponse):
+    """A stream of events; however it ends, nothing more is computed."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
+
+
+async def _unless_left(request: Request, job: Job, work: Coroutine[Any, Any, _R]) -> _R:
+    """Wait for a result, and cancel the answer when the client leaves."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left")
+        result = task.result()
+    except BaseException:
+        job.cancel()
+        raise
+    else:
+        return result
+    finally:
+        for each in (task, watch):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+def _answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors are answers."""
+
+    async def call(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            if not isinstance(error, ApiError | MoechatError):
+                log.exception("unexpected error")
+            return api_error(error).response(anthropic=request.url.path.startswith("/v1/messages"))
+
+    return call
+
+
+async def _handle_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = {404: "there is nothing at this address", 405: "this address does not have this method"}
+    found = ApiError(error.status_code, text.get(error.status_code, str(error.detail)))
+    return found.response(anthropic=request.url.path.startswith("/v1/messages"))

@@ -1,0 +1,103 @@
+"""What a client asks of a model in a chat, in whichever protocol, and its job for the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from moechat.engine import Grammar
+from moechat.errors import UsageError
+from moechat.reply_formats import FORMATS, ReplyFormat, Tool, detect, to_template_messages
+from moechat.serve.jobs import Job
+from moechat.serve.replies import opens_thought
+
+if TYPE_CHECKING:
+    from moechat import Engine
+
+Choice = Literal["auto", "none", "required"]
+_PROMPT_END_TOKENS = 8
+
+
+@dataclass
+class Conversation:
+    """A request for the next message of a conversation.
+
+    Attributes:
+        model: As the client named it.
+        messages: In OpenAI's form.
+        options: Keyword arguments of ``Engine.generate``.
+        tools: Tools that the model may call.
+        choice: Whether it must call one.
+        named: The tool that it must call; empty: any.
+        parallel: It may call several.
+        schema: JSON schema of the answer; empty: any JSON object; ``None``: free text.
+        template_options: Values for the chat template.
+        format: How the model writes; known once the prompt is encoded.
+    """
+
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    options: dict[str, Any]
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "auto"
+    named: str = ""
+    parallel: bool = True
+    schema: Mapping[str, Any] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+    format: ReplyFormat = field(default_factory=lambda: FORMATS["plain"])
+
+    def __post_init__(self) -> None:
+        # Wrong messages are refused before the request waits; which form the template wants is known later.
+        to_template_messages(self.messages)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """Tools that the model is told of."""
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.named in ("", tool.name))
+
+    def job(self) -> Job:
+        """The job; made in the task that waits for it."""
+        job = Job(self.model, self._encode, dict(self.options))
+        if self.schema is not None or self._must_call:
+            job.options["grammar"] = self._grammar
+        return job
+
+    @property
+    def _must_call(self) -> bool:
+        return bool(self.offered) and (self.choice == "required" or bool(self.named))
+
+    def _encode(self, engine: Engine) -> list[int]:
+        prompts = engine.prompts
+        template = prompts.chat_template(tools=bool(self.offered))
+        self.format = detect(template, prompts.special_tokens)
+        tools = [tool.for_template() for tool in self.offered]
+        if tools and self.format.calls is None:
+            raise UsageError(
+                f"{engine.name} has no tools: its chat template does not describe them",
+                hint="take another model, or leave tools out",
+            )
+        messages = to_template_messages(self.messages, chat_template=template, format=self.format)
+        ids = engine.encode(messages, tools=tools or None, template_options=self.template_options)
+        self._end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
+        return ids
+
+    def _grammar(self, engine: Engine) -> Grammar:
+        thinks = opens_thought(self.format, self._end)
+        after = self.format.thoughts[0].close if thinks else ""
+        if self._must_call:
+            from moechat.reply_formats import call_grammar
+
+            rules = call_grammar(
+                self.format,
+                self.offered,
+                parallel=self.parallel,
+                special=frozenset(engine.prompts.special_tokens),
+            )
+            return Grammar.lark(rules, after=after)
+        schema = self.schema or {"type": "object"}
+        return Grammar.json_schema(schema, after=after)
+
+    _end: str = ""

@@ -1,0 +1,95 @@
+"""Input and tools of OpenAI's responses, as those of its chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moechat.serve.api_errors import ApiError
+from moechat.serve.fields import Fields
+
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def chat_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages of ``instructions`` and ``input``.
+
+    Raises:
+        ApiError: Something in them has the wrong form, or is no text.
+    """
+    messages: list[dict[str, Any]] = []
+    instructions = fields.text("instructions", most=1 << 26)
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    given = fields.values.get("input")
+    if isinstance(given, str) and given:
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise fields.error("input", "input must be a text or a list of items, and not empty")
+    for number, item in enumerate(given):
+        place = f"input[{number}]"
+        if not isinstance(item, dict):
+            raise _wrong(place, "it must be an object")
+        _add(messages, item, place)
+    return messages
+
+
+def chat_tools(fields: Fields) -> list[dict[str, Any]]:
+    """The tools.
+
+    Raises:
+        ApiError: One is not a function.
+    """
+    tools = []
+    for number, tool in enumerate(fields.items("tools") or []):
+        place = f"tools[{number}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise _wrong(place, "only tools of the type function are supported")
+        function = {
+            key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
+        }
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
+        # Calls of one turn are items of their own, and one message in a chat.
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _content(item.get("output"), place)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+        if text:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    else:
+        raise _wrong(f"{place}.type", f"items of the type {str(kind)[:40]} are not supported")
+
+
+def _content(value: Any, place: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong(f"{place}.content", "it must be a text or a list of parts")
+    pieces = []
+    for number, part in enumerate(value):
+        at = f"{place}.content[{number}]"
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
+            raise _wrong(f"{at}.type", "models here take text only")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise _wrong(f"{at}.text", "it must be a text")
+        pieces.append(text)
+    return "".join(pieces)
+
+
+def _wrong(place: str, wanted: str) -> ApiError:
+    return ApiError(400, f"{place}: {wanted}", param=place)

@@ -1,0 +1,152 @@
+"""Runs the application: sockets, signals, and the order of the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moechat.errors import UsageError
+from moechat.serve.app import make_app
+from moechat.serve.counters import Counters
+from moechat.serve.offered_models import OfferedModels
+from moechat.serve.settings import ServeSettings
+from moechat.serve.worker import Worker
+
+# Bytes of the first line and the headers of a request.
+_MOST_HEADER_BYTES = 64 << 10
+# Seconds in which the headers of the first request of a connection have to arrive.
+_HEADER_TIMEOUT_S = 10
+_IDLE_CONNECTION_S = 75
+_MOST_CONNECTIONS = 512
+# Seconds for answers to be told that the server ends, which takes a token.
+_GRACE_S = 5
+_BACKLOG = 256
+
+
+class _PatientProtocol(H11Protocol):
+    """Closes connections that send no request in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._headers_due = self.loop.call_later(_HEADER_TIMEOUT_S, self._close_silent)
+
+    def _close_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._headers_due.cancel()
+        super().connection_lost(error)
+
+
+class Server:
+    """A server that is about to run.
+
+    Args:
+        settings: Of the server.
+        models: That it offers.
+        first: The model that is loaded at once; ``None``: none.
+
+    Raises:
+        UsageError: The address cannot be used.
+    """
+
+    def __init__(self, settings: ServeSettings, models: OfferedModels, first: str | None) -> None:
+        self.settings = settings
+        self._first = first
+        self._counters = Counters()
+        self._load_error: Exception | None = None
+        self.worker = Worker(
+            models,
+            parallel=settings.parallel,
+            queue=settings.queue,
+            keep_alive_s=settings.keep_alive_s,
+            counters=self._counters,
+            on_load_failed=self._on_load_failed,
+        )
+        self._socket = _listen(settings)
+        config = uvicorn.Config(
+            make_app(settings, self.worker, models.names, self._counters),
+            http=_PatientProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=_GRACE_S,
+            limit_concurrency=_MOST_CONNECTIONS,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        self._uvicorn = uvicorn.Server(config)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until a signal arrives.
+
+        Args:
+            ready: Called when requests are accepted; the model may still load.
+
+        Raises:
+            MoechatError: The first model cannot be loaded.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        try:
+            asyncio.run(self._serve(ready))
+        finally:
+            self._socket.close()
+            self.worker.close()
+        if self._load_error is not None:
+            raise self._load_error
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        self.worker.start(self._first)
+        serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
+        while not self._uvicorn.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if not serving.done():
+            ready()
+        while not self._uvicorn.should_exit and not serving.done():
+            await asyncio.sleep(0.1)
+        # Answers end before the connections do, so that clients are told.
+        await asyncio.to_thread(self.worker.close, _GRACE_S)
+        await serving
+
+    def _on_load_failed(self, error: Exception) -> None:
+        self._load_error = error
+        self._uvicorn.should_exit = True
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}",
+            hint="another program may use the port; --port chooses another one",
+        ) from error
+    return listening

@@ -1,0 +1,350 @@
+"""The thread that computes: loads models, and answers requests in turns.
+
+One thread owns the engine, so that the engine needs no locks. Requests wait in a queue of limited length in
+the order in which they came. Up to ``parallel`` of them are answered at a time, a token of each in turns, and
+prompts a part at a time. A request for another model waits until those before it are answered; those behind
+it wait too, so it is never overtaken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moechat.errors import DeviceLostError, StoreDamagedError
+from moechat.serve.counters import Counters
+from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerBusyError, ServerClosingError
+
+if TYPE_CHECKING:
+    from moechat import Engine, Step
+
+# Tokens at the end of a prompt that tell whether a chat template opened a thought.
+_PROMPT_END_TOKENS = 8
+# Seconds between two calls of Engine.idle while nothing is asked.
+_IDLE_S = 1.0
+
+
+class Loader(Protocol):
+    """Finds and loads models by the names that clients give."""
+
+    def resolve(self, name: str) -> str:
+        """The name that a model is loaded by; the empty name means the first model.
+
+        Raises:
+            ModelNotFoundError: This server does not offer it.
+        """
+
+    def load(self, name: str, progress: Callable[[str, float], None]) -> Engine:
+        """Load a model.
+
+        Args:
+            name: From :meth:`resolve`.
+            progress: Called with what is done and its share, from 0 to 1.
+
+        Raises:
+            MoechatError: It cannot be loaded.
+        """
+
+
+class _GivenUp(BaseException):
+    """Ends an answer inside a pass whose client has left, as Ctrl-C would."""
+
+
+class _Answer:
+    """One answer under way."""
+
+    def __init__(self, job: Job, steps: Generator[Step | None, None, None]) -> None:
+        self.job = job
+        self.steps = steps
+
+
+class Worker:
+    """Owns the thread and the model.
+
+    Args:
+        loader: Loads models.
+        parallel: Most answers at a time.
+        queue: Most requests that wait.
+        keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
+        counters: For ``/metrics``.
+        on_load_failed: Called in the thread when the model of :meth:`start` cannot be loaded.
+
+    Attributes:
+        loaded: Name of the model that is loaded; empty: none.
+        active: Answers under way.
+        starting: The first model is being loaded.
+        last_used: When the last answer ended, on ``time.time``'s clock.
+        loading: What is loaded now, and its share, for ``/health``; ``None``: nothing.
+    """
+
+    # _waiting, _closing and _wanted are guarded by _changed. All else of the model is the thread's own;
+    # `loaded`, `loading` and `active` are single values that others may read.
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        parallel: int,
+        queue: int,
+        keep_alive_s: float | None,
+        counters: Counters,
+        on_load_failed: Callable[[Exception], None],
+    ) -> None:
+        self.loaded = ""
+        self.loading: tuple[str, str, float] | None = None
+        self.active = 0
+        self.starting = False
+        self.last_used = time.time()
+        self._loader = loader
+        self._parallel = parallel
+        self._most_waiting = queue
+        self._keep_alive_s = keep_alive_s
+        self._counters = counters
+        self._on_load_failed = on_load_failed
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._closing = False
+        self._wanted: str | None = None
+        self._engine: Engine | None = None
+        self._answers: list[_Answer] = []
+        self._thread = threading.Thread(target=self._run, name="moechat-answers", daemon=True)
+
+    # ---- for other threads
+
+    def start(self, model: str | None = None) -> None:
+        """Start the thread, and load a model at once."""
+        self._wanted, self.starting = model, model is not None
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a request.
+
+        Raises:
+            ServerBusyError: The queue is full.
+            ServerClosingError: The server ends.
+        """
+        with self._changed:
+            if self._closing:
+                raise ServerClosingError("the server is shutting down")
+            self._waiting = deque(waiting for waiting in self._waiting if not waiting.cancelled)
+            if len(self._waiting) >= self._most_waiting:
+                raise ServerBusyError(
+                    f"{len(self._waiting)} requests are waiting, which is the limit",
+                    hint="try again later, or start the server with a longer --queue",
+                )
+            self._waiting.append(job)
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The model; for reading statistics only."""
+        return self._engine
+
+    def unload(self) -> None:
+        """Unload the model as soon as nothing is answered."""
+        with self._changed:
+            self._wanted = ""
+            self._changed.notify()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End answers within a token and unload the model.
+
+        Returns:
+            Whether the thread has ended within ``timeout_s``.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._load_wanted()
+                self._admit()
+                if self._answers:
+                    self._advance_all()
+                else:
+                    self._rest()
+        finally:
+            with self._changed:
+                self._closing = True
+                left, self._waiting = list(self._waiting), deque()
+            reason = ServerClosingError("the server is shutting down")
+            for answer in self._answers:
+                self._end(answer, reason)
+            for job in left:
+                job.tell(Failed(reason))
+            self._answers = []
+            self._unload()
+
+    def _load_wanted(self) -> None:
+        """Load or unload what was asked for without a request."""
+        with self._changed:
+            wanted = self._wanted
+            if wanted is None or (wanted == "" and self._answers):
+                return
+            self._wanted = None
+        if wanted == "":
+            self._unload()
+            return
+        try:
+            self._require_model(self._loader.resolve(wanted))
+        except Exception as error:
+            self._on_load_failed(error)
+        finally:
+            self.starting = False
+
+    def _admit(self) -> None:
+        """Begin with requests from the head of the queue."""
+        while len(self._answers) < self._parallel and not self._closing:
+            with self._changed:
+                while self._waiting and self._waiting[0].cancelled:
+                    self._waiting.popleft()
+                if not self._waiting:
+                    return
+                job = self._waiting[0]
+            try:
+                name = self._loader.resolve(job.model)
+                if name != self.loaded and self._answers:
+                    return  # when these are answered
+                with self._changed:
+                    self._waiting.popleft()
+                    self.active = len(self._answers) + 1
+                self._begin(job, self._require_model(name))
+            except Exception as error:
+                with self._changed:
+                    if self._waiting and self._waiting[0] is job:
+                        self._waiting.popleft()
+                self._counters.failed(error)
+                job.tell(Failed(error))
+            finally:
+                self.active = len(self._answers)
+
+    def _begin(self, job: Job, engine: Engine) -> None:
+        ids = job.encode(engine)
+        options = dict(job.options)
+        if callable(options.get("grammar")):
+            options["grammar"] = options["grammar"](engine)
+
+        def progress(done: int, total: int) -> None:
+            if job.cancelled or self._closing:
+                raise _GivenUp
+            job.tell(Prefilled(done, total))
+
+        steps = engine.generate_in_turns(ids, progress=progress, **options)
+        end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
+        job.tell(Begun(engine.name, len(ids), end, engine.token_text, engine.token_bytes))
+        self._counters.begun(time.monotonic() - job.arrived)
+        self._answers.append(_Answer(job, steps))
+
+    def _advance_all(self) -> None:
+        """Compute one token, or one part of the prompt, of every answer."""
+        for answer in list(self._answers):
+            if self._closing:
+                return
+            if answer.job.cancelled:
+                self._counters.cancelled()
+                self._end(answer)
+                continue
+            try:
+                step = next(answer.steps)
+            except _GivenUp:
+                self._counters.cancelled()
+                self._end(answer)
+            except Exception as error:
+                self._counters.failed(error)
+                self._end(answer, error)
+                if isinstance(error, StoreDamagedError | DeviceLostError):
+                    self._give_up_model(error)
+                    return
+            else:
+                self._deliver(answer, step)
+        self.active = len(self._answers)
+
+    def _deliver(self, answer: _Answer, step: Step | None) -> None:
+        if step is None:
+            return
+        assert self._engine is not None
+        if step.finish_reason is None:
+            answer.job.tell(Drawn(step))
+            return
+        stats = self._engine.stats
+        answer.job.tell(Drawn(step, stats))
+        self._counters.answered(stats)
+        self._end(answer)
+
+    def _end(self, answer: _Answer, error: Exception | None = None) -> None:
+        if answer in self._answers:
+            self._answers.remove(answer)
+        with closing(answer.steps):
+            pass
+        if error is not None:
+            answer.job.tell(Failed(error))
+        self.active = len(self._answers)
+        self.last_used = time.time()
+
+    def _give_up_model(self, error: Exception) -> None:
+        """No further answer is possible with this model: the next request loads it again."""
+        for answer in list(self._answers):
+            self._end(answer, error)
+        self._unload()
+
+    def _rest(self) -> None:
+        """Wait for a request; meanwhile let the engine do its maintenance, or unload it."""
+        engine = self._engine
+        if engine is not None:
+            engine.idle()
+        with self._changed:
+            if self._closing or self._waiting or self._wanted is not None:
+                return
+            self._changed.wait(None if engine is None else _IDLE_S)
+            if self._waiting or self._closing:
+                return
+        unused = time.time() - self.last_used
+        if engine is not None and self._keep_alive_s is not None and unused >= self._keep_alive_s:
+            self._unload()
+
+    # ---- the model
+
+    def _require_model(self, name: str) -> Engine:
+        if self._engine is not None and self.loaded == name:
+            return self._engine
+        self._unload()
+        self.loading = (name, "load", 0.0)
+
+        def progress(what: str, share: float) -> None:
+            if self._closing:
+                raise ServerClosingError("the server is shutting down")
+            self.loading = (name, what, share)
+
+        try:
+            self._engine = self._loader.load(name, progress)
+        finally:
+            self.loading = None
+            self.last_used = time.time()
+        self.loaded = name
+        self._counters.loaded(self._engine)
+        return self._engine
+
+    def _unload(self) -> None:
+        engine, self._engine, self.loaded = self._engine, None, ""
+        if engine is not None:
+            engine.close()
+
+
+def notes_of(engine: Any) -> list[str]:
+    """Sentences of the engine for the person who runs the server."""
+    return list(engine.notices())
