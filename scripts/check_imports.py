@@ -33,7 +33,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"options"}),
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
-    frozenset({"geometry", "trials"}),
+    frozenset({"geometry", "reply_formats", "trials"}),
     frozenset({"atomic_file", "config", "validation"}),
     frozenset({"errors"}),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moechat.chat.terminal.output import Sink
-from moechat.chat.thinking import OPEN, Part, ThoughtSplitter
+from moechat.reply_formats.thinking import OPEN, Part, ThoughtSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

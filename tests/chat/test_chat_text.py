@@ -1,4 +1,4 @@
-"""What a model writes: made harmless, parted from its thinking, rendered while it streams."""
+"""What a model writes: made harmless, rendered while it streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from moechat.chat.terminal.live_answer import MarkdownAnswer, Rows, cells
 from moechat.chat.terminal.markdown_blocks import Block, BlockSplitter, CodeLine, Unit
 from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
-from moechat.chat.thinking import Part, ThoughtSplitter
 
 ANSWER = """\
 # Fox & hound
@@ -144,56 +143,6 @@ def test_sequences_in_an_answer_never_reach_the_terminal(sequence: str, around: 
     assert sequence not in written
     for broken in ("\x07", "\x1b]", "\x1bP", "\x9b", "\x1b[2J"):
         assert broken not in written
-
-
-@pytest.mark.parametrize(
-    ("output", "parts"),
-    [
-        ("<think>\nhm\n</think>\n\nyes", [("\nhm\n", True), ("yes", False)]),
-        ("  \n<think>hm", [("hm", True)]),
-        ("yes <think>no</think>", [("yes <think>no</think>", False)]),
-        ("<thin", [("<thin", False)]),
-        ("", []),
-        (
-            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
-            [("hm", True), ("yes", False)],
-        ),
-        ("<|channel|>commentary to=f<|message|>a<|end|>", [("a", True)]),
-    ],
-)
-def test_thinking_is_separated_wherever_the_stream_is_split(
-    output: str, parts: list[tuple[str, bool]]
-) -> None:
-    for pieces in [[output], list(output), *([output[:n], output[n:]] for n in range(len(output)))]:
-        splitter = ThoughtSplitter()
-        parts_found = [part for piece in pieces for part in splitter.feed(piece)] + splitter.flush()
-        joined: list[tuple[str, bool]] = []
-        for text, thought in parts_found:
-            if joined and joined[-1][1] == thought:
-                joined[-1] = (joined[-1][0] + text, thought)
-            else:
-                joined.append((text, thought))
-        assert joined == parts
-
-
-def test_a_thought_opened_by_the_prompt_ends_at_its_mark() -> None:
-    splitter = ThoughtSplitter(thinking=True)
-    assert splitter.feed("hm</think> yes") == [Part("hm", True), Part("yes", False)]
-
-
-@given(
-    st.lists(
-        st.sampled_from(["<think>", "</think>", "<|channel|>", "final", "<|message|>", "<|end|>", "a <"])
-    )
-)
-def test_separating_thinking_loses_and_adds_no_text(pieces: list[str]) -> None:
-    together = ThoughtSplitter()
-    whole = [*together.feed("".join(pieces)), *together.flush()]
-    apart = ThoughtSplitter()
-    single = [part for piece in pieces for char in piece for part in apart.feed(char)] + apart.flush()
-    for kind in (True, False):
-        of_whole = "".join(part.text for part in whole if part.thought == kind)
-        assert of_whole == "".join(part.text for part in single if part.thought == kind)
 
 
 def units(text: str) -> list[Unit]:

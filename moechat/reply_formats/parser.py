@@ -1,0 +1,191 @@
+"""Splits a reply, while it arrives, into answer, thinking and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from moechat.reply_formats.call_sink import CallSink
+from moechat.reply_formats.events import Event, Text
+from moechat.reply_formats.notations import ReplyFormat, ThoughtMarks
+from moechat.reply_formats.readers import read_calls
+from moechat.reply_formats.source import SPACE, MalformedError, Marks, Reading, Source
+from moechat.reply_formats.tools import Tool
+
+_USUAL_THOUGHT = ThoughtMarks("<think>", "</think>")
+
+
+class ReplyParser:
+    """Turns the text of one reply, in pieces of any size, into events.
+
+    The events do not depend on where the pieces end, except for how text and arguments are cut
+    (:func:`moechat.reply_formats.merged` joins them). Text is emitted as soon as it is certain.
+
+    - The answer loses white space after a thought and around calls; chat templates write it again.
+    - A call that is malformed stays text, as the model wrote it; the calls behind it are read. If that turns
+      out after its ``CallBegin``, there is a ``CallBroken`` instead of a ``CallEnd``.
+    - A call whose arguments are complete at the end of the reply is complete, even without its last mark.
+    - A name that none of the tools has is still a call: the client decides. The exception are calls without
+      any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
+    - A call within a thought ends the thought: models forget the mark that does.
+
+    Args:
+        format: How the model writes.
+        tools: The request's tools. Without any, calls are left in the text.
+        thinking: The prompt ends inside a thought.
+        hold_calls: Emit a call only when it is complete. Then there is never a ``CallBroken``, and every
+            malformed call stays text; but arguments come late.
+    """
+
+    def __init__(
+        self,
+        format: ReplyFormat,
+        tools: Sequence[Tool] = (),
+        *,
+        thinking: bool = False,
+        hold_calls: bool = False,
+    ) -> None:
+        self._thoughts = format.thoughts or ((_USUAL_THOUGHT,) if thinking else ())
+        self._calls = format.calls if tools else None
+        self._tools = {tool.name: tool for tool in tools}
+        self._source = Source()
+        self._events: list[Event] = []
+        self._sink = CallSink(self._source, self._events.append, self._begin_call, hold=hold_calls)
+        self._thought = self._thoughts[0] if thinking else None
+        self._pending = ""  # white space and frames of calls: emitted if text follows, not if a call does
+        self._follows: str = ""  # "thought" or "call": white space is dropped
+        calls = self._calls
+        opens = tuple(thought.open for thought in self._thoughts)
+        closes = tuple(thought.close for thought in self._thoughts)
+        self._thought_marks = frozenset(opens + closes)
+        searched = opens + closes
+        if calls is not None:
+            searched += calls.begins + calls.frames + calls.closers
+        self._marks = Marks(searched)
+        self._known = frozenset(searched + (calls.inner if calls is not None else ()))
+        self._run: Generator[None, None, None] | None = self._reply()
+        self._advance()
+
+    def feed(self, text: str) -> list[Event]:
+        """Add text; returns the events that are now certain."""
+        self._source.add(text)
+        return self._advance()
+
+    def special(self, mark: str) -> list[Event]:
+        """Add a special token, which tokenizers leave out of text; ignored if the format does not use it."""
+        if mark in self._known:
+            self._source.add(mark, special=True)
+        return self._advance()
+
+    def end(self) -> list[Event]:
+        """The events that were held back, at the end of the reply; nothing may be added afterwards."""
+        self._source.ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        if self._run is not None:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._run = None
+        events = self._events[:]
+        self._events.clear()
+        return events
+
+    def _reply(self) -> Generator[None, None, None]:
+        yield from self._beginning()
+        while mark := (yield from self._source.pass_to(self._marks, self._text)):
+            yield from self._at_mark(mark)
+            self._source.forget()
+        self._flush()
+
+    def _beginning(self) -> Reading[None]:
+        """A thought, or a call without a mark, at the beginning of the reply."""
+        source = self._source
+        yield from source.space()
+        opens = [thought.open for thought in self._thoughts]
+        mark = (yield from source.take(*opens)) if opens else ""
+        if mark:  # where the prompt has opened the thought already, the model repeats the mark
+            yield from self._open_thought(mark)
+        elif self._thought is not None:
+            source.at = 0
+        else:
+            self._pending = source.raw(0, source.at)
+            yield from self._bare_call()
+
+    def _at_mark(self, mark: str) -> Reading[None]:
+        source, calls = self._source, self._calls
+        if self._thought is not None and mark == self._thought.close:
+            self._thought, self._follows = None, "thought"
+            yield from source.space()
+            yield from self._bare_call()
+        elif calls is not None and mark in calls.begins:
+            yield from self._call(mark)
+        elif calls is not None and mark in calls.frames and self._thought is None:
+            self._pending += mark
+            self._follows = ""
+        elif calls is not None and mark in calls.closers and self._follows == "call":
+            pass
+        elif self._thought is None and any(
+            thought.anywhere and mark == thought.open for thought in self._thoughts
+        ):
+            yield from self._open_thought(mark)
+        elif mark not in self._thought_marks or not source.is_special(source.at - len(mark), source.at):
+            self._text(mark)
+
+    def _open_thought(self, mark: str) -> Reading[None]:
+        thought = next(thought for thought in self._thoughts if thought.open == mark)
+        if thought.label:
+            yield from self._source.take(thought.label)
+        self._flush()
+        self._thought = thought
+
+    def _bare_call(self) -> Reading[None]:
+        if self._calls is not None and self._calls.bare_begin:
+            first = yield from self._source.peek()
+            if first and first in self._calls.bare_begin:
+                yield from self._call("")
+
+    def _call(self, mark: str) -> Reading[None]:
+        """Read the calls behind a mark; a malformed one becomes text."""
+        source, sink, calls = self._source, self._sink, self._calls
+        assert calls is not None
+        begin = source.at - len(mark)
+        sink.attempt(begin, self._pending)
+        try:
+            yield from read_calls(source, sink, calls, mark, self._tools)
+        except MalformedError:
+            if sink.open:
+                sink.broken()
+                self._follows = ""
+            elif sink.complete:
+                source.at = sink.start
+            else:
+                source.at = begin + len(mark)
+                self._text(mark)
+
+    def _begin_call(self) -> None:
+        """A call has begun: the white space before it is dropped, and it ends a thought."""
+        self._pending, self._thought, self._follows = "", None, "call"
+
+    def _text(self, piece: str) -> None:
+        """Emit text; white space at its end waits until it is known what follows."""
+        if self._thought is not None:
+            self._emit(piece)
+            return
+        if self._follows:
+            piece = piece.lstrip(SPACE)
+        body = piece.rstrip(SPACE)
+        if body:
+            self._follows = ""
+            self._emit(self._pending + body)
+            self._pending = piece[len(body) :]
+        elif not self._follows:
+            self._pending += piece
+
+    def _flush(self) -> None:
+        self._emit(self._pending)
+        self._pending = ""
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text, thought=self._thought is not None))
