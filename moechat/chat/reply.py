@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moechat.chat.terminal.output import Sink
-from moechat.reply_formats.thinking import OPEN, Part, ThoughtSplitter
+from moechat.reply_formats import thinking as reply_thinking
+from moechat.reply_formats.thinking import Part, ThoughtSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,4 +103,4 @@ class Reply:
 def opens_thought(engine: Engine, prompt: Sequence[int]) -> bool:
     """Whether the chat template opened a thought at the end of the prompt."""
     end = prompt[-_PROMPT_END_TOKENS:]
-    return "".join(engine.token_text(token) for token in end).rstrip().endswith(OPEN)
+    return reply_thinking.opens_thought("".join(engine.token_text(token) for token in end))

@@ -10,7 +10,7 @@ from moechat.reply_formats.json_text import Emit, dumped, read_value, read_whole
 from moechat.reply_formats.notations import JsonCalls
 from moechat.reply_formats.source import MalformedError, Reading, Source
 
-_LONGEST_NAME = 256
+LONGEST_NAME = 256
 
 
 def checked_name(name: str) -> str:
@@ -20,7 +20,7 @@ def checked_name(name: str) -> str:
         MalformedError: It cannot be a name.
     """
     name = name.strip()
-    if not name or len(name) > _LONGEST_NAME or not name.isprintable():
+    if not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise MalformedError
     return name
 

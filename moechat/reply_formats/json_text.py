@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
-_DEEPEST = 64  # levels of nested values; each is a few frames of the interpreter
+DEEPEST = 64  # levels of nested values; each is a few frames of the interpreter
 
 
 def escaped(text: str) -> str:
@@ -41,7 +41,7 @@ def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[str]:
         MalformedError: It is not JSON, or nested more than 64 levels deep; the position is at the first
             character that cannot follow.
     """
-    if depth > _DEEPEST:
+    if depth > DEEPEST:
         raise MalformedError
     yield from source.space()
     first = yield from source.peek()

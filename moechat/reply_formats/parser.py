@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from moechat.reply_formats.call_sink import CallSink
+from moechat.reply_formats.channels import CHANNEL, CHANNEL_MARKS, START, read_messages
 from moechat.reply_formats.events import Event, Text
-from moechat.reply_formats.notations import ReplyFormat, ThoughtMarks
+from moechat.reply_formats.formats import THINK
+from moechat.reply_formats.notations import ReplyFormat
 from moechat.reply_formats.readers import read_calls
 from moechat.reply_formats.source import SPACE, MalformedError, Marks, Reading, Source
 from moechat.reply_formats.tools import Tool
-
-_USUAL_THOUGHT = ThoughtMarks("<think>", "</think>")
 
 
 class ReplyParser:
@@ -44,13 +44,14 @@ class ReplyParser:
         thinking: bool = False,
         hold_calls: bool = False,
     ) -> None:
-        self._thoughts = format.thoughts or ((_USUAL_THOUGHT,) if thinking else ())
+        self._thoughts = format.thoughts or (THINK if thinking else ())
         self._calls = format.calls if tools else None
         self._tools = {tool.name: tool for tool in tools}
         self._source = Source()
         self._events: list[Event] = []
         self._sink = CallSink(self._source, self._events.append, self._begin_call, hold=hold_calls)
-        self._thought = self._thoughts[0] if thinking else None
+        # Closing marks of the thought that is open. If the prompt has opened it, any of the format's.
+        self._closes = frozenset(thought.close for thought in self._thoughts if thinking)
         self._pending = ""  # white space and frames of calls: emitted if text follows, not if a call does
         self._follows: str = ""  # "thought" or "call": white space is dropped
         calls = self._calls
@@ -61,7 +62,12 @@ class ReplyParser:
         if calls is not None:
             searched += calls.begins + calls.frames + calls.closers
         self._marks = Marks(searched)
-        self._known = frozenset(searched + (calls.inner if calls is not None else ()))
+        # Where the prompt ends within the header of a message, the reply may go on with its recipient.
+        self._channels = (
+            (CHANNEL, START, "to=") if calls is not None else (CHANNEL, START)
+        ) * format.channels
+        inner = calls.inner if calls is not None else ()
+        self._known = frozenset(searched + inner + CHANNEL_MARKS * format.channels)
         self._run: Generator[None, None, None] | None = self._reply()
         self._advance()
 
@@ -92,52 +98,58 @@ class ReplyParser:
         return events
 
     def _reply(self) -> Generator[None, None, None]:
-        yield from self._beginning()
+        if (yield from self._beginning()):
+            return
         while mark := (yield from self._source.pass_to(self._marks, self._text)):
             yield from self._at_mark(mark)
             self._source.forget()
         self._flush()
 
-    def _beginning(self) -> Reading[None]:
-        """A thought, or a call without a mark, at the beginning of the reply."""
+    def _beginning(self) -> Reading[bool]:
+        """A thought, a call without a mark, or messages in channels; returns whether all has been read."""
         source = self._source
         yield from source.space()
         opens = [thought.open for thought in self._thoughts]
-        mark = (yield from source.take(*opens)) if opens else ""
+        mark = (yield from source.take(*opens, *self._channels)) if opens or self._channels else ""
+        if mark in self._channels:
+            with_calls = self._calls is not None
+            yield from read_messages(source, self._sink, self._message_text, mark, with_calls=with_calls)
+            return True
         if mark:  # where the prompt has opened the thought already, the model repeats the mark
             yield from self._open_thought(mark)
-        elif self._thought is not None:
+        elif self._closes:
             source.at = 0
         else:
             self._pending = source.raw(0, source.at)
             yield from self._bare_call()
+        return False
 
     def _at_mark(self, mark: str) -> Reading[None]:
         source, calls = self._source, self._calls
-        if self._thought is not None and mark == self._thought.close:
-            self._thought, self._follows = None, "thought"
+        if mark in self._closes:
+            self._closes, self._follows = frozenset(), "thought"
             yield from source.space()
             yield from self._bare_call()
         elif calls is not None and mark in calls.begins:
             yield from self._call(mark)
-        elif calls is not None and mark in calls.frames and self._thought is None:
+        elif calls is not None and mark in calls.frames and not self._closes:
             self._pending += mark
             self._follows = ""
         elif calls is not None and mark in calls.closers and self._follows == "call":
             pass
-        elif self._thought is None and any(
+        elif mark not in self._thought_marks or not source.is_special(source.at - len(mark), source.at):
+            self._text(mark)
+        elif not self._closes and any(
             thought.anywhere and mark == thought.open for thought in self._thoughts
         ):
             yield from self._open_thought(mark)
-        elif mark not in self._thought_marks or not source.is_special(source.at - len(mark), source.at):
-            self._text(mark)
 
     def _open_thought(self, mark: str) -> Reading[None]:
         thought = next(thought for thought in self._thoughts if thought.open == mark)
         if thought.label:
             yield from self._source.take(thought.label)
         self._flush()
-        self._thought = thought
+        self._closes = frozenset({thought.close})
 
     def _bare_call(self) -> Reading[None]:
         if self._calls is not None and self._calls.bare_begin:
@@ -165,11 +177,11 @@ class ReplyParser:
 
     def _begin_call(self) -> None:
         """A call has begun: the white space before it is dropped, and it ends a thought."""
-        self._pending, self._thought, self._follows = "", None, "call"
+        self._pending, self._closes, self._follows = "", frozenset(), "call"
 
     def _text(self, piece: str) -> None:
         """Emit text; white space at its end waits until it is known what follows."""
-        if self._thought is not None:
+        if self._closes:
             self._emit(piece)
             return
         if self._follows:
@@ -182,10 +194,13 @@ class ReplyParser:
         elif not self._follows:
             self._pending += piece
 
+    def _message_text(self, text: str, thought: bool) -> None:
+        self._events.append(Text(text, thought))
+
     def _flush(self) -> None:
         self._emit(self._pending)
         self._pending = ""
 
     def _emit(self, text: str) -> None:
         if text:
-            self._events.append(Text(text, thought=self._thought is not None))
+            self._events.append(Text(text, thought=bool(self._closes)))

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moechat.reply_formats.braced_calls import read_braced_call
 from moechat.reply_formats.call_sink import CallSink
 from moechat.reply_formats.json_calls import read_json_calls
-from moechat.reply_formats.notations import Calls
-from moechat.reply_formats.source import Reading, Source
+from moechat.reply_formats.named_calls import read_named_call
+from moechat.reply_formats.notations import (
+    BracedCalls,
+    Calls,
+    JsonCalls,
+    NamedCalls,
+    PythonCalls,
+    TaggedCalls,
+)
+from moechat.reply_formats.python_calls import read_python_calls
+from moechat.reply_formats.source import MalformedError, Reading, Source
+from moechat.reply_formats.tagged_calls import read_tagged_call
 from moechat.reply_formats.tools import Tool
 
 
@@ -26,4 +37,16 @@ def read_calls(
     Raises:
         MalformedError: What follows is no call, or no call any more.
     """
-    yield from read_json_calls(source, sink, calls, None if begin else tools)
+    names = None if begin else tools
+    if isinstance(calls, JsonCalls):
+        yield from read_json_calls(source, sink, calls, names)
+    elif isinstance(calls, PythonCalls):
+        yield from read_python_calls(source, sink, calls, names)
+    elif isinstance(calls, NamedCalls):
+        yield from read_named_call(source, sink, calls)
+    elif isinstance(calls, TaggedCalls):
+        yield from read_tagged_call(source, sink, calls, tools)
+    elif isinstance(calls, BracedCalls):
+        yield from read_braced_call(source, sink, calls)
+    else:  # messages in channels are read from the beginning of the reply
+        raise MalformedError

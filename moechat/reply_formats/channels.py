@@ -1,0 +1,94 @@
+"""Reads replies that consist of messages in channels, as gpt-oss writes them.
+
+For example ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{…}<|call|>``. A message in the channel ``analysis`` is thinking; one with a
+recipient (``to=``, in the role or behind the channel) is a call; all others are for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from moechat.reply_formats.call_sink import CallSink
+from moechat.reply_formats.json_calls import checked_name, read_arguments
+from moechat.reply_formats.source import MalformedError, Marks, Reading, Source
+
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
+CHANNEL_MARKS = (CHANNEL, MESSAGE, START, END, CALL, RETURN, CONSTRAIN)
+
+_BEGINS = (CHANNEL, START)
+_ENDS = (END, CALL, RETURN)
+_IN_TEXT = Marks((*_BEGINS, *_ENDS))
+_HEADER_END = Marks((MESSAGE,))
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NO_TOOLS = frozenset({"assistant", "user", "all"})
+_LONGEST_HEADER = 512
+
+EmitText = Callable[[str, bool], None]
+
+
+def read_messages(
+    source: Source, sink: CallSink, emit: EmitText, begin: str, *, with_calls: bool
+) -> Reading[None]:
+    """Read all messages of a reply.
+
+    Args:
+        source: The position is behind ``begin``.
+        sink: Receives calls.
+        emit: Receives text, and whether it is thinking.
+        begin: The mark at which the first header begins: a channel or a start; or ``to=``, where the prompt
+            ends within the header.
+        with_calls: Messages with a recipient are calls; otherwise they are thinking.
+    """
+    mark = begin
+    while mark:
+        thought = False
+        if mark in _ENDS:
+            pass  # text without a header
+        else:
+            thought = yield from _read_header(source, sink, emit, mark, with_calls=with_calls)
+        mark = yield from source.pass_to(_IN_TEXT, lambda piece, thought=thought: emit(piece, thought))  # type: ignore[misc]
+
+
+def _read_header(
+    source: Source, sink: CallSink, emit: EmitText, mark: str, *, with_calls: bool
+) -> Reading[bool]:
+    """Read a header, and the message if it is a call; returns whether the text that follows is thinking."""
+    begin = source.at - len(mark)
+    try:
+        written, _ = yield from source.text_to(_HEADER_END, _LONGEST_HEADER)
+    except MalformedError:
+        if not source.ended:  # too long for a header
+            source.at = begin + len(mark)
+            emit(mark, False)
+        return False
+    header = mark + written
+    _, in_channel, channel = header.rpartition(CHANNEL)
+    recipient = _RECIPIENT.search(header.replace(CONSTRAIN, " "))
+    if recipient is not None and recipient[1] not in _NO_TOOLS:
+        if not with_calls:
+            return True
+        yield from _read_call(source, sink, emit, begin, recipient[1])
+        return False
+    return bool(in_channel) and channel.split()[:1] == ["analysis"]
+
+
+def _read_call(source: Source, sink: CallSink, emit: EmitText, begin: int, recipient: str) -> Reading[None]:
+    behind = source.at
+    sink.attempt(begin, "")
+    try:
+        name = checked_name(recipient.removeprefix("functions."))
+        yield from read_arguments(source, lambda: sink.begin(name), sink.arguments)
+        sink.end()
+        end = source.at
+        yield from source.space()
+        if not source.exhausted and not (yield from source.take(*_ENDS)):
+            source.at = end
+    except MalformedError:
+        if sink.open:
+            sink.broken()
+        else:
+            source.at = behind
+            emit(source.raw(begin, behind), False)

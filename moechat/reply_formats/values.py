@@ -1,0 +1,101 @@
+"""The values of arguments that models write as text, typed by the tool's schema."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from moechat.reply_formats.tools import Tool
+
+ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+# Longer ones are not tried as Python: its parser needs much memory.
+_LONGEST_LITERAL = 1 << 16
+
+
+def types_of(tool: Tool | None, parameter: str) -> frozenset[str]:
+    """The JSON types that a parameter may have; all of them if it is unknown."""
+    schema = tool.schema_of(parameter) if tool is not None else None
+    return _types(tool, schema, 0) if tool is not None and schema is not None else ALL_TYPES
+
+
+def _types(tool: Tool, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+    resolved = tool.resolved(schema)
+    if resolved is None or depth > 8:
+        return ALL_TYPES
+    named = resolved.get("type")
+    names = [named] if isinstance(named, str) else named
+    if isinstance(names, list):
+        found = frozenset(name for name in names if isinstance(name, str)) & ALL_TYPES
+        return found or ALL_TYPES
+    for key in ("anyOf", "oneOf"):
+        options = resolved.get(key)
+        if isinstance(options, list) and options:
+            types = [_types(tool, option, depth + 1) for option in options if isinstance(option, Mapping)]
+            return frozenset().union(*types) or ALL_TYPES
+    for key, values in (("enum", resolved.get("enum")), ("const", [resolved.get("const")])):
+        if key in resolved and isinstance(values, list) and values:
+            return frozenset(type_name(value) for value in values)
+    return ALL_TYPES
+
+
+def type_name(value: object) -> str:
+    """The JSON type of a value; ``integer`` for whole numbers."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, Mapping) else "array"
+
+
+def typed_value(text: str, types: frozenset[str]) -> Any:
+    """The value that a text stands for.
+
+    JSON, and Python's literals, which templates and models write too, are recognised where their type is
+    allowed; otherwise the text itself is the value, so that nothing is lost.
+
+    Args:
+        text: What the model wrote.
+        types: The allowed types, see :func:`types_of`.
+    """
+    if types == {"string"}:
+        return text
+    for value in _readings(text.strip()):
+        kind = type_name(value)
+        if kind == "string":
+            continue  # a text in quotes is the text with its quotes
+        if kind in types or (kind == "integer" and "number" in types):
+            return value
+        if kind == "number" and "integer" in types and float(value).is_integer():
+            return int(value)
+    return text
+
+
+def _readings(text: str) -> list[Any]:
+    if text.lower() in _WORDS:
+        return [_WORDS[text.lower()]]
+    try:
+        return [json.loads(text, parse_constant=_refuse)]
+    except (ValueError, RecursionError):
+        pass
+    if text[:1] in ("[", "{", "(") and len(text) <= _LONGEST_LITERAL:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = ast.literal_eval(text)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return []
+        return [value]
+    return []
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
