@@ -67,6 +67,8 @@ class ApiError(Exception):
         """Headers that belong to the status."""
         if self.status in (429, 503):
             return {"Retry-After": str(_RETRY_AFTER_S)}
+        if self.status in (408, 413, 431):  # what is left of the request is not read
+            return {"Connection": "close"}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
     def response(self, *, anthropic: bool = False) -> JSONResponse:

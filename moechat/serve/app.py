@@ -86,6 +86,12 @@ class Service:
         reply = await self._begin(request, asked.conversation.job(), asked.conversation)
         return await _respond(request, MessageAnswer(asked, reply), reply, stream=asked.stream)
 
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /v1/messages/count_tokens``."""
+        asked = MessageRequest.parse(await _body(request), counts_only=True)
+        reply = await self._begin(request, asked.conversation.job(counts_only=True))
+        return JSONResponse({"input_tokens": reply.begun.prompt_tokens})
+
     async def embeddings(self, request: Request) -> Response:
         """``POST /v1/embeddings``: not what these models are for."""
         raise ApiError(
@@ -181,6 +187,7 @@ def make_app(
         Route("/v1/completions", _answering(service.completions), methods=["POST"]),
         Route("/v1/responses", _answering(service.responses), methods=["POST"]),
         Route("/v1/messages", _answering(service.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", _answering(service.count_tokens), methods=["POST"]),
         Route("/v1/embeddings", _answering(service.embeddings), methods=["POST"]),
         Route("/v1/models", _answering(service.models)),
         Route("/v1/models/{name:path}", _answering(service.models)),

@@ -58,9 +58,9 @@ class Conversation:
             return ()
         return tuple(tool for tool in self.tools if self.named in ("", tool.name))
 
-    def job(self) -> Job:
+    def job(self, *, counts_only: bool = False) -> Job:
         """The job; made in the task that waits for it."""
-        job = Job(self.model, self._encode, dict(self.options))
+        job = Job(self.model, self._encode, dict(self.options), counts_only=counts_only)
         if self.schema is not None or self._must_call:
             job.options["grammar"] = self._grammar
         return job

@@ -17,6 +17,8 @@ from moechat.serve.settings import ServeSettings
 
 log = logging.getLogger("moechat.serve")
 
+# Bytes of all headers of a request.
+MOST_HEADER_BYTES = 64 << 10
 # Need no key: they tell nothing but that the server lives.
 _OPEN = ("/health",)
 _METHODS = "GET, POST, OPTIONS"
@@ -89,6 +91,8 @@ class Guard:
             return ApiError(
                 403, "pages of this origin may not call the server; --origin allows one", code="wrong_origin"
             )
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
+            return ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES >> 10} KiB")
         if scope["method"] == "OPTIONS" or scope["path"] in _OPEN:
             return None
         if settings.api_key and not _same(settings.api_key, _key_of(headers)):

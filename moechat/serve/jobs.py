@@ -90,12 +90,14 @@ class Job:
         encode: Makes the token ids of the prompt; called in the thread that computes.
         options: Keyword arguments of ``Engine.generate_in_turns``; the grammar may be a function, called in
             that thread.
+        counts_only: Only the number of tokens of the prompt is wanted: there is one event.
         arrived: On ``time.monotonic``'s clock.
     """
 
     model: str
     encode: Callable[[Engine], list[int]]
     options: dict[str, Any] = field(default_factory=dict)
+    counts_only: bool = False
     arrived: float = field(default_factory=time.monotonic)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's newer protocol, without state: every request has the whole conversation."""
+"""``POST /v1/responses``: OpenAI's newer protocol, without state: requests have the whole conversation."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:
     if not isinstance(name, str) or name not in names:
         raise fields.error(
             "tool_choice",
-            'tool_choice must be auto, none, required or {"type": "function", "name": …} with one of the tools',
+            'tool_choice must be auto, none, required, or {"type": "function", "name": …} with a tool\'s name',
         )
     return "required", name
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -14,12 +16,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moechat.errors import UsageError
 from moechat.serve.app import make_app
 from moechat.serve.counters import Counters
+from moechat.serve.guard import MOST_HEADER_BYTES
 from moechat.serve.offered_models import OfferedModels
 from moechat.serve.settings import ServeSettings
 from moechat.serve.worker import Worker
 
-# Bytes of the first line and the headers of a request.
-_MOST_HEADER_BYTES = 64 << 10
 # Seconds in which the headers of the first request of a connection have to arrive.
 _HEADER_TIMEOUT_S = 10
 _IDLE_CONNECTION_S = 75
@@ -27,6 +28,7 @@ _MOST_CONNECTIONS = 512
 # Seconds for answers to be told that the server ends, which takes a token.
 _GRACE_S = 5
 _BACKLOG = 256
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _PatientProtocol(H11Protocol):
@@ -43,6 +45,14 @@ class _PatientProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._headers_due.cancel()
         super().connection_lost(error)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to :class:`Server`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Server:
@@ -62,6 +72,7 @@ class Server:
         self._first = first
         self._counters = Counters()
         self._load_error: Exception | None = None
+        self._signal: int | None = None
         self.worker = Worker(
             models,
             parallel=settings.parallel,
@@ -80,13 +91,13 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
             timeout_keep_alive=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=_GRACE_S,
             limit_concurrency=_MOST_CONNECTIONS,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _Uvicorn(config)
 
     @property
     def url(self) -> str:
@@ -102,17 +113,39 @@ class Server:
 
         Raises:
             MoechatError: The first model cannot be loaded.
-            KeyboardInterrupt: Ctrl-C.
+            BaseException: What the handler of the signal raises that ended the server: for Ctrl-C
+                KeyboardInterrupt. A second signal acts at once.
         """
+        # A handler that raises would leave the event loop, and the clients, in the middle of something.
+        handlers = {
+            number: handler
+            for number in _ENDING
+            if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+        }
         try:
-            asyncio.run(self._serve(ready))
+            asyncio.run(self._serve(ready, handlers))
         finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             self._socket.close()
             self.worker.close()
         if self._load_error is not None:
             raise self._load_error
+        if self._signal is not None:
+            signal.raise_signal(self._signal)
 
-    async def _serve(self, ready: Callable[[], None]) -> None:
+    async def _serve(self, ready: Callable[[], None], handlers: Mapping[signal.Signals, Any]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def end(number: int) -> None:
+            self._signal = number
+            self._uvicorn.should_exit = True
+            for each, handler in handlers.items():
+                loop.remove_signal_handler(each)
+                signal.signal(each, handler)
+
+        for number in handlers:
+            loop.add_signal_handler(number, end, number)
         self.worker.start(self._first)
         serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
         while not self._uvicorn.started and not serving.done():

@@ -130,7 +130,8 @@ class Worker:
             if self._closing:
                 raise ServerClosingError("the server is shutting down")
             self._waiting = deque(waiting for waiting in self._waiting if not waiting.cancelled)
-            if len(self._waiting) >= self._most_waiting:
+            # Those for whom there is room are not really waiting.
+            if len(self._waiting) >= self._most_waiting + max(0, self._parallel - self.active):
                 raise ServerBusyError(
                     f"{len(self._waiting)} requests are waiting, which is the limit",
                     hint="try again later, or start the server with a longer --queue",
@@ -235,6 +236,11 @@ class Worker:
 
     def _begin(self, job: Job, engine: Engine) -> None:
         ids = job.encode(engine)
+        end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
+        begun = Begun(engine.name, len(ids), end, engine.token_text, engine.token_bytes)
+        if job.counts_only:
+            job.tell(begun)
+            return
         options = dict(job.options)
         if callable(options.get("grammar")):
             options["grammar"] = options["grammar"](engine)
@@ -245,8 +251,7 @@ class Worker:
             job.tell(Prefilled(done, total))
 
         steps = engine.generate_in_turns(ids, progress=progress, **options)
-        end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
-        job.tell(Begun(engine.name, len(ids), end, engine.token_text, engine.token_bytes))
+        job.tell(begun)
         self._counters.begun(time.monotonic() - job.arrived)
         self._answers.append(_Answer(job, steps))
 

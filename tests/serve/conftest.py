@@ -1,0 +1,55 @@
+"""Servers that several test modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_support import ServerProcess, serving
+from tiny import write_tiny_chat_model
+
+# Calls as Hermes and Qwen write them; thinking where it is wanted.
+TEMPLATE = """\
+{%- for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool>{% endfor -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+{% endfor -%}
+<|assistant|>{% if enable_thinking %}<think>
+{% endif -%}
+"""
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of the demo model."""
+    with serving(tmp_path_factory.mktemp("serve-demo"), "demo", "--parallel", "2", "-v") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tools_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint whose chat template has tools and thinking."""
+    directory = tmp_path_factory.mktemp("tools-model")
+    write_tiny_chat_model(directory, max_position_embeddings=4096)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tools(tools_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of that model."""
+    with serving(tmp_path_factory.mktemp("serve-tools"), str(tools_model)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(demo: ServerProcess) -> Iterator[httpx.Client]:
+    with demo.client() as client:
+        yield client
