@@ -18,6 +18,7 @@ from moechat.reply_formats.notations import (
 THINK = (ThoughtMarks("<think>", "</think>"),)
 _SEED = (ThoughtMarks("<seed:think>", "</seed:think>"),)
 _MISTRAL = (ThoughtMarks("[THINK]", "[/THINK]", anywhere=True),)
+_COHERE = (ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),)
 _GEMMA = (ThoughtMarks("<|channel>", "<channel|>", label="thought\n", anywhere=True),)
 
 _QWEN_XML = TaggedCalls(
@@ -163,6 +164,33 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
         ),
     ),
     (
+        ("<|START_ACTION|>", '"tool_name"'),
+        ReplyFormat(
+            "cohere",
+            _COHERE,
+            JsonCalls(
+                begins=("<|START_ACTION|>",),
+                closers=("<|END_ACTION|>",),
+                array=True,
+                name="tool_name",
+                arguments="parameters",
+                call_id="tool_call_id",
+            ),
+        ),
+    ),
+    (
+        ("<|function_call|>",),
+        ReplyFormat(
+            "gigachat", THINK, JsonCalls(begins=("<|function_call|>",), closers=("<|message_sep|>",))
+        ),
+    ),
+    (
+        ("<tool_calls>[",),
+        ReplyFormat(
+            "tool-calls", THINK, JsonCalls(begins=("<tool_calls>",), closers=("</tool_calls>",), array=True)
+        ),
+    ),
+    (
         ("<TOOLCALL>",),
         ReplyFormat(
             "nemotron", THINK, JsonCalls(begins=("<TOOLCALL>",), closers=("</TOOLCALL>",), array=True)
@@ -214,7 +242,7 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
         ),
     ),
     (
-        ('"parameters"', '{"name":'),
+        ('"parameters"', '{"name":', "ipython"),
         ReplyFormat(
             "llama3", (), JsonCalls(begins=("<|python_tag|>",), bare_begin="{[", arguments="parameters")
         ),
@@ -230,7 +258,7 @@ _THOUGHTS_ONLY = (
 )
 
 # What any model may write, for a chat without tools.
-ANY_THINKING = ReplyFormat("any-thinking", (*THINK, *_SEED, *_MISTRAL, *_GEMMA), channels=True)
+ANY_THINKING = ReplyFormat("any-thinking", (*THINK, *_SEED, *_MISTRAL, *_GEMMA, *_COHERE), channels=True)
 
 FORMATS: dict[str, ReplyFormat] = {
     found.name: found for found in (*(row[-1] for row in (*TABLE, *_THOUGHTS_ONLY)), PLAIN)
@@ -242,17 +270,21 @@ def detect(chat_template: str | None, special_tokens: Collection[str] = ()) -> R
 
     Args:
         chat_template: The template's text; ``None`` if there is none.
-        special_tokens: Texts of the tokenizer's special tokens. They tell formats with the same mark apart if
-            the template does not, and say how a model without a template thinks.
+        special_tokens: Texts of the tokenizer's special tokens. They count where the template has tools but
+            no marks of calls.
 
     Returns:
-        The format whose marks the template contains, or one without calls of tools.
+        The format whose marks were found; without any, one without calls of tools.
     """
     template = chat_template or ""
     for marks, found in TABLE:
         if all(mark in template for mark in marks):
             if found.name == "mistral-json" and "[ARGS]" in special_tokens:
                 return FORMATS["mistral"]
+            return found
+    # Some templates name the tools but leave it to the model how it calls them.
+    for marks, found in TABLE if "tools" in template else ():
+        if all(mark in special_tokens for mark in marks):
             return found
     for mark, found in _THOUGHTS_ONLY:
         if mark in template or mark in special_tokens:

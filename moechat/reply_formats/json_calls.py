@@ -11,6 +11,7 @@ from moechat.reply_formats.notations import JsonCalls
 from moechat.reply_formats.source import MalformedError, Reading, Source
 
 LONGEST_NAME = 256
+_IDS = ("id", "tool_call_id")
 
 
 def checked_name(name: str) -> str:
@@ -71,7 +72,7 @@ def _read_object(
         yield from source.space()
         yield from source.expect(":")
         yield from source.space()
-        if key == "name" and name is None:
+        if key in ("name", "tool_name") and name is None:
             name = checked_name((yield from read_whole_string(source)))
             if names is not None and name not in names:
                 raise MalformedError
@@ -82,9 +83,9 @@ def _read_object(
             else:
                 begin = _beginner(sink, name, call_id)
                 yield from read_arguments(source, begin, sink.arguments)
-        elif key == "id" and not sink.open and (yield from source.peek()) == '"':
+        elif key in _IDS and not sink.open and (yield from source.peek()) == '"':
             call_id = yield from read_whole_string(source)
-        elif key in ("type", "id"):
+        elif key == "type" or key in _IDS:
             yield from read_value(source, lambda _: None)
         else:
             raise MalformedError

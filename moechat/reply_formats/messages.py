@@ -11,6 +11,7 @@ from typing import Any
 
 from moechat.errors import UsageError
 from moechat.reply_formats.formats import PLAIN
+from moechat.reply_formats.json_text import dumped
 from moechat.reply_formats.notations import ReplyFormat
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,8 +27,14 @@ _OTHER_MEDIA = {
     "file": "a file",
     "input_file": "a file",
 }
-# Templates that tell a message without content from one whose content is empty.
-_ASKS_FOR_NONE = re.compile(r"""content(['"]\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+# Templates that recognise messages with calls by their missing content.
+_WANTS_NONE = re.compile(
+    r"""['"]assistant['"]\s+and\s+message(\.content|\[['"]content['"]\])\s+is\s+(not\s+)?none""",
+    re.IGNORECASE,
+)
+# Templates that add arguments to text, and take no object.
+_ADDS_ARGUMENTS = re.compile(r"""\+\s*[\w.\[\]'"]*arguments['"]?\]?\s*\+""")
+_TAKES_OBJECTS = re.compile(r"""arguments['"]?\]?\s*(is\s+(not\s+)?(string|mapping)|\|\s*(tojson|items))""")
 # Between the parts of a content, and between system messages that become one.
 _BETWEEN_PARTS, _BETWEEN_SYSTEM_MESSAGES = "\n", "\n\n"
 
@@ -40,7 +47,7 @@ def to_template_messages(
     - Contents become one text.
     - ``developer`` becomes ``system`` where the template has no such role; several system messages at the
       beginning become one, since templates allow one.
-    - The arguments of calls, JSON as text, become objects.
+    - The arguments of calls, JSON as text, become objects, unless the template needs text.
     - A tool's result gets the ``name`` of the tool that was called.
     - ``reasoning_content`` (or ``reasoning``) gets the name that the format's templates use.
 
@@ -82,7 +89,8 @@ class _Converter:
 
     def __init__(self, template: str, format: ReplyFormat) -> None:
         self._developer = "developer" if "developer" in template else "system"
-        self._no_content = None if _ASKS_FOR_NONE.search(template) else ""
+        self._no_content = None if _WANTS_NONE.search(template) else ""
+        self._text_arguments = bool(_ADDS_ARGUMENTS.search(template) and not _TAKES_OBJECTS.search(template))
         self._format = format
         self._called: dict[str, str] = {}  # names by id
 
@@ -153,7 +161,7 @@ class _Converter:
         return {
             "id": template_call_id(call_id, self._format),
             "type": "function",
-            "function": {"name": name, "arguments": arguments},
+            "function": {"name": name, "arguments": dumped(arguments) if self._text_arguments else arguments},
         }
 
     def _result(self, message: Mapping[str, Any], place: str) -> dict[str, Any]:

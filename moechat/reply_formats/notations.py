@@ -45,18 +45,22 @@ class CallMarks:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonCalls(CallMarks):
-    """Calls that are JSON objects with the members ``name`` and ``arguments`` (or ``parameters``).
+    """Calls that are JSON objects with the members ``name`` and ``arguments``, or others for them.
 
     Behind a begin stand an object, several of them, or an array.
 
     Attributes:
         array: The calls of a reply are written as one array.
-        arguments: The member of the arguments, as it is written; both are read.
+        name: The member of the name, as it is written; all are read.
+        arguments: The member of the arguments, as it is written; all are read.
+        call_id: The member of the call's id, if one is written; its values are "0", "1", and so on.
         lines: Line breaks stand around the JSON, as it is written; both forms are read.
     """
 
     array: bool = False
+    name: Literal["name", "tool_name"] = "name"
     arguments: Literal["arguments", "parameters"] = "arguments"
+    call_id: Literal["", "tool_call_id"] = ""
     lines: bool = False
 
 
