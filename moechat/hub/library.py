@@ -99,9 +99,17 @@ def names_here(paths: Paths) -> list[str]:
 
 
 def display_names(entries: list[LibraryEntry]) -> list[str]:
-    """A unique name per store and bits: its title, or its directory's name where titles are equal."""
+    """A unique name per store and bits, which :func:`moechat.hub.names.resolve` finds.
+
+    Its title, or its directory's name where titles are equal, or where the title is that of the demo.
+    """
     count = Counter((entry.title, entry.bits) for entry in entries)
-    return [entry.title if count[entry.title, entry.bits] == 1 else entry.path.name for entry in entries]
+    return [
+        entry.title
+        if count[entry.title, entry.bits] == 1 and entry.title.lower() != DEMO
+        else entry.path.name
+        for entry in entries
+    ]
 
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:
@@ -169,7 +177,9 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
     entries = list_stores(paths)
     matching = _by_path(model, entries)
     if not matching:
-        matching = _by_name(model, entries) or _by_other_source(model, entries)
+        matching = (
+            _by_own_name(model, entries) or _by_hub_name(model, entries) or _by_other_source(model, entries)
+        )
     if len({entry.path.name.rpartition("-")[0] for entry in matching}) > 1:
         raise _ambiguous("models", model, matching)
     chosen = [entry for entry in matching if bits is None or entry.bits == bits or entry.damaged]
@@ -181,7 +191,9 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
     return chosen
 
 
-def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntry | None:
+def find_store_to_run(
+    model: str, bits: int | None, paths: Paths, *, own_name: bool = False
+) -> LibraryEntry | None:
     """The store in the library to run for a name that is no path.
 
     A directory's name selects that store. Of several stores with one name the requested bits decide; without
@@ -191,6 +203,7 @@ def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntr
         model: A name from :func:`display_names`, or that of a store's directory.
         bits: Preferred bits per weight.
         paths: The user's directories.
+        own_name: Only stores that the library shows by this name, not those that an alias refers to.
 
     Returns:
         The store, perhaps with other bits; ``None`` if no name matches.
@@ -199,12 +212,7 @@ def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntr
         UsageError: The name matches several stores, and bits do not decide.
     """
     entries = list_stores(paths)
-    # Exact matches come before matches that differ in case.
-    matching = (
-        [entry for entry in entries if entry.path.name == model]
-        or [entry for entry in entries if model in entry.names]
-        or _by_name(model, entries)
-    )
+    matching = _by_own_name(model, entries) or ([] if own_name else _by_hub_name(model, entries))
     chosen = [entry for entry in matching if entry.bits == bits] or matching
     if len(chosen) > 1:
         preferred = [entry for entry in chosen if entry.bits == DEFAULT_BITS]
@@ -241,11 +249,22 @@ def _by_path(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
     return [entry for entry in entries if entry.path.name.rpartition("-")[0] == ref.slug]
 
 
-def _by_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
-    names = {model.lower()}
-    with suppress(MoechatError):
-        names.add(hub_model(model).name.lower())
-    return [entry for entry in entries if not names.isdisjoint(map(str.lower, entry.names))]
+def _by_own_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
+    """The stores with this name, exact matches before those that differ in case."""
+    return (
+        [entry for entry in entries if entry.path.name == model]
+        or [entry for entry in entries if model in entry.names]
+        or [entry for entry in entries if model.lower() in map(str.lower, entry.names)]
+    )
+
+
+def _by_hub_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
+    """The stores of the repository that an alias or another spelling refers to."""
+    try:
+        name = hub_model(model).name.lower()
+    except MoechatError:
+        return []
+    return [entry for entry in entries if name in map(str.lower, entry.names)]
 
 
 def _by_other_source(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:

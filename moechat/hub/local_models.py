@@ -15,6 +15,7 @@ from moechat.hub.model_ref import MANIFEST, MAX_MANIFEST_BYTES, ModelRef, sugges
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # no store has files of these names
 _MAX_LISTED = 8
+_KINDS_HINT = "name the directory that holds config.json and the .safetensors files, or a .gguf file"
 _SLUG_NAME = 60
 
 
@@ -38,11 +39,11 @@ def local_model(model: str, empty_error: type[ModelNotFoundError] = ModelNotFoun
         raise ModelNotFoundError(f"the directory {model} cannot be opened: {reason}") from error
     if not exists:
         kind = "file" if path.suffix.lower() == GGUF_SUFFIX else "directory"
-        raise ModelNotFoundError(f"there is no {kind} {path}", hint=suggest_name(model))
+        raise ModelNotFoundError(f"there is no {kind} {path}", hint=suggest_name(model) or _KINDS_HINT)
     if not is_directory and not gguf_files:
         raise empty_error(
             f"{path} is neither a directory nor a .gguf file",
-            hint="name the directory that holds config.json and the .safetensors files",
+            hint=_KINDS_HINT,
         )
     if len(gguf_files) > 1:
         raise ModelNotFoundError(
@@ -59,7 +60,7 @@ def local_model(model: str, empty_error: type[ModelNotFoundError] = ModelNotFoun
     if not has_config and not gguf_files:
         raise empty_error(
             f"{path} holds no model: there is neither {_CONFIG} nor {MANIFEST} nor a .gguf file",
-            hint="name the directory that holds config.json and the .safetensors files",
+            hint=_KINDS_HINT,
         )
     return ModelRef(name=name, slug=slug, checkpoint=path)
 

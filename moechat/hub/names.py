@@ -43,7 +43,8 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
     ``org/name[@revision]:VARIANT`` for one GGUF file of several;
     :func:`moechat.hub.name_forms.normalise_name` converts other spellings. Other names, and names of
     directories without a model, are looked up in the library: the names that ``moechat list`` shows, and
-    those of the stores' directories.
+    those of the stores' directories. An alias that ``list`` shows as the name of a converted directory is
+    that directory's store.
 
     Args:
         model: The name.
@@ -62,27 +63,31 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
         ref = _find_by_shown_name(model, bits, paths)
         if ref is not None:
             return ref
+        hint = error.hint
         if not os.path.exists(model):
             present = [name for name in names_here(paths) if name != DEMO]
-            error.hint = suggest_name(model, present) or list_known_names(present)
-        raise
+            hint = suggest_name(model, present) or list_known_names(present)
+        raise ModelNotFoundError(str(error), hint=hint) from None
 
 
 def resolve_path_or_repository(
     model: str, *, bits: int | None = None, paths: Paths | None = None
 ) -> ModelRef:
-    """Like :func:`resolve`, without looking up the names that ``moechat list`` shows.
+    """Like :func:`resolve`, without looking up the names that ``moechat list`` shows, but for aliases.
 
     Raises:
         NotInLibraryError: The name is a hub repository that has no store in the library.
         ModelNotFoundError: The name is unknown, or there is no model at the path.
+        UsageError: An alias is also the name of several stores of the library.
     """
-    model = normalised(model)
+    typed, model = model, normalised(model)
     if model.lower() == DEMO:
         return _demo()
     repository = expand_alias(model)
     if repository is not None:
-        return _find_repository(repository, bits, paths or user_paths(), alias=model)
+        paths = paths or user_paths()
+        own = _find_by_shown_name(typed, bits, paths, own_name=True)
+        return own or _find_repository(repository, bits, paths, alias=model)
     if is_explicit_path(model):
         return local_model(model)
     if os.path.exists(model):
@@ -100,8 +105,10 @@ def _demo() -> ModelRef:
     return ModelRef(name=DEMO, slug=DEMO, store=_DEMO_STORE)
 
 
-def _find_by_shown_name(model: str, bits: int | None, paths: Paths) -> ModelRef | None:
-    entry = find_store_to_run(model, bits, paths)
+def _find_by_shown_name(
+    model: str, bits: int | None, paths: Paths, *, own_name: bool = False
+) -> ModelRef | None:
+    entry = find_store_to_run(model, bits, paths, own_name=own_name)
     if entry is None:
         return None
     ref = ModelRef(name=entry.name, slug=entry.path.name.rpartition("-")[0], store=entry.path)

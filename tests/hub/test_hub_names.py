@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moechat.config import Paths, user_paths
 from moechat.errors import ModelNotFoundError, NotInLibraryError, UsageError
 from moechat.hub.known_shapes import find_shape, shape_names
+from moechat.hub.library import display_names, find_stores, list_stores, names_here
 from moechat.hub.model_ref import ALIASES, ModelRef, at_revision, hub_model, repository_of
 from moechat.hub.names import resolve
 
@@ -471,11 +472,10 @@ def test_names_that_differ_only_in_case_are_distinguished(paths: Paths) -> None:
 
 
 def test_other_meanings_of_a_name_come_before_the_library(in_an_empty_directory: Path, paths: Paths) -> None:
-    for name in ("tiny", "mixtral", "demo", "files", "hollow"):
+    for name in ("tiny", "demo", "files", "hollow"):
         make_listed_store(paths, f"{name}-11111111-4bit", name)
     checkpoint = make_checkpoint(in_an_empty_directory / "tiny")
     assert resolve("tiny", paths=paths).checkpoint == checkpoint
-    assert isinstance(refusal("mixtral", paths), NotInLibraryError)
     assert resolve("demo", paths=paths).slug == "demo"
     (in_an_empty_directory / "files").mkdir()
     for name in ("a.gguf", "b.gguf"):
@@ -485,6 +485,43 @@ def test_other_meanings_of_a_name_come_before_the_library(in_an_empty_directory:
     assert resolve("hollow", paths=paths).store == paths.models / "hollow-11111111-4bit"
     for path in ("./hollow", "hollow/"):
         assert "holds no model" in str(refusal(path, paths))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "Mixtral-8x7B"])
+@pytest.mark.parametrize("downloaded", [False, True])
+def test_a_converted_directory_with_the_name_of_an_alias_runs_by_it(
+    paths: Paths, name: str, downloaded: bool
+) -> None:
+    store = make_listed_store(paths, f"{name}-11111111-4bit", name)
+    repository, commit = ALIASES["mixtral"], "0123456789abcdef"
+    title = f"{repository}@{commit[:12]}"
+    if downloaded:
+        make_listed_store(paths, f"{repository.replace('/', '--')}-4bit", repository, commit=commit)
+    assert set(names_here(paths)) == {"demo", name, *([title] if downloaded else [])}
+    for spelling in (name, name.lower(), store.name):
+        assert resolve(spelling, paths=paths).store == store
+        assert [entry.path for entry in find_stores(spelling, None, paths)] == [store]
+    for spelling in ("mixtral@main", repository):
+        if downloaded and "@" not in spelling:
+            assert resolve(spelling, paths=paths).repository == repository
+        else:
+            assert isinstance(refusal(spelling, paths), NotInLibraryError)
+
+
+def test_every_listed_name_finds_its_store(paths: Paths) -> None:
+    for directory, name, bits in (
+        ("demo-11111111-4bit", "demo", 4),
+        ("Demo-22222222-4bit", "Demo", 4),
+        ("qwen3-11111111-4bit", "qwen3", 4),
+        ("tiny-11111111-4bit", "tiny", 4),
+        ("tiny-22222222-4bit", "tiny", 4),
+    ):
+        make_listed_store(paths, directory, name, bits)
+    make_listed_store(paths, "org--name-8bit", "org/name", 8, commit="0123456789abcdef")
+    entries = list_stores(paths)
+    for entry, shown in zip(entries, display_names(entries), strict=True):
+        assert resolve(shown, paths=paths).store == entry.path
+        assert find_stores(shown, None, paths) == [entry]
 
 
 def test_the_hint_for_an_unknown_name_lists_the_library(paths: Paths) -> None:
@@ -506,4 +543,3 @@ def test_the_library_is_searched_last(
     make_checkpoint(in_an_empty_directory / "tiny")
     for model in ("demo", "org/name", "tiny", "./tiny"):
         resolve(model, paths=paths)
-    refusal("mixtral", paths)

@@ -50,9 +50,10 @@ def models(cli: Cli) -> Path:
 def test_the_list_shows_name_commit_bits_size_and_last_use(library: Cli) -> None:
     first = library.call("list")
     assert first.status == 0
-    header, line = first.out.decode().splitlines()
+    header, line, demo = first.out.decode().splitlines()
     assert header.split() == ["name", "experts", "size", "last", "used"]
     assert line.split() == [f"{REPOSITORY}@{COMMIT[:12]}", "4", "bits", "984", "KiB", "never"]
+    assert demo.startswith("demo (in the package)")
     assert library.call("run", f"{REPOSITORY}@{COMMIT[:12]}", "a", "--max-tokens", "1").status == 0
     assert library.call("ls").out.decode().splitlines()[1].endswith("just now")
     (entry,) = json.loads(library.call("list", "--json").out)
@@ -66,7 +67,8 @@ def test_the_list_shows_name_commit_bits_size_and_last_use(library: Cli) -> None
 def test_an_empty_library_says_how_to_fill_it(tmp_path: Path) -> None:
     empty = Cli(directory=tmp_path, home=tmp_path / "home")
     done = empty.call("list")
-    assert (done.status, done.out) == (0, b"")
+    assert done.status == 0
+    assert [line.split()[0] for line in done.out.decode().splitlines()] == ["name", "demo"]
     assert "moechat download MODEL" in done.err
     assert empty.call("list", "--json").out.strip() == b"[]"
     assert not empty.home.exists()
@@ -100,9 +102,20 @@ def test_show_describes_a_model(library: Cli) -> None:
     assert facts["expert_bytes"] + facts["dense_bytes"] < facts["bytes"]
     demo = json.loads(library.call("show", "demo", "--json").out)
     assert demo["experts"] == 16
+
+
+def test_show_of_a_model_that_is_not_here_names_what_shows_it(library: Cli, checkpoint: Path) -> None:
     missing = library.call("show", "mixtral")
     assert missing.status == 3
     assert "not in the library" in missing.err
+    assert "`moechat plan mixtral`" in missing.err
+    assert "`moechat download mixtral --dry-run`" in missing.err
+    unknown = library.call("show", "org/name").err
+    assert "moechat download org/name --dry-run" in unknown
+    assert "moechat plan" not in unknown
+    assert "did you mean mixtral?" in library.call("show", "mixtrall").err
+    assert f"`moechat plan {checkpoint}`" in library.call("show", str(checkpoint)).err
+    assert "`moechat list`" in library.call("show", REPOSITORY, "--bits", "8").err
 
 
 def test_rm_on_a_terminal_removes_only_after_a_yes(library: Cli) -> None:

@@ -341,7 +341,7 @@ def test_names_in_manifests_cannot_add_lines_or_control_sequences(library: Cli) 
     name = "a\x1b]0;pwn\x07\x9b31m\nproblem: x\u2028y"
     add_store(library, "evil-4bit", manifest(name))
     lines = library.call("list").out.decode().splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     for command in ("list", "doctor"):
         shown = library.call(command).out.decode()
         assert "problem: x" in shown
@@ -357,7 +357,7 @@ def test_models_of_the_same_name_and_size_are_listed_by_store_name(library: Cli)
     before = library.call("list").out.decode().splitlines()[1].split()
     for directory, bits in (("tiny-11111111-4bit", 4), ("tiny-22222222-4bit", 4), ("tiny-11111111-8bit", 8)):
         add_store(library, directory, of_directory("tiny", bits))
-    lines = library.call("list").out.decode().splitlines()
+    lines = library.call("list").out.decode().splitlines()[:-1]
     named = [line.split() for line in lines[1:]]
     assert {row[0] for row in named} == {before[0], "tiny-11111111-4bit", "tiny-22222222-4bit", "tiny"}
     assert before in named
@@ -375,3 +375,14 @@ def test_rm_removes_all_bits_of_a_name_beside_a_directory_without_a_model(librar
     done = library.call("rm", "tiny", "--yes")
     assert done.status == 0
     assert [path.name for path in models(library).iterdir()] == [STORE]
+
+
+def test_rm_of_a_directory_named_as_an_alias_leaves_the_downloads_of_the_alias(library: Cli) -> None:
+    add_store(library, "mixtral-11111111-4bit", of_directory("mixtral"))
+    unfinished = models(library) / ".mistralai--Mixtral-8x7B-Instruct-v0.1-4bit.partial"
+    unfinished.mkdir()
+    assert library.call("rm", "mixtral", "--yes").status == 0
+    assert not (models(library) / "mixtral-11111111-4bit").exists()
+    assert unfinished.exists()
+    assert library.call("rm", "mixtral", "--yes").status == 0
+    assert not unfinished.exists()

@@ -55,12 +55,13 @@ moechat search qwen3.6
 moechat search glm flash --limit 20 --json | jq -r ".[] | select(.speed) | .name"
 """
 _LIST_HELP = """\
-List the models in the library.
+List the models in the library, and the demo.
 
 Checkpoints kept by --keep-source and unfinished downloads and conversions are listed on stderr.
 
---json: a list of objects with name, repository, commit, model_type, bits, bytes, used (last use, seconds \
-since 1970, or null), path, damaged, kind (store, or checkpoint for one kept by --keep-source).
+--json: the library alone, as a list of objects with name, repository, commit, model_type, bits, bytes, \
+used (last use, seconds since 1970, or null), path, damaged, kind (store, or checkpoint for one kept by \
+--keep-source).
 """
 _LIST_EXAMPLES = """\
 moechat list

@@ -11,21 +11,23 @@ from typing import Any
 from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.terminal.consoles import print_notice, write_output
 from moechat.cli.terminal.load_progress import format_bytes
-from moechat.config import user_paths
+from moechat.config import Paths, user_paths
+from moechat.errors import ModelNotFoundError
 from moechat.hub.leftovers import (
     KeptSource,
     Leftover,
     list_leftovers,
     list_sources,
 )
-from moechat.hub.library import LibraryEntry, display_names, list_stores
-from moechat.hub.model_ref import repository_of
+from moechat.hub.library import LibraryEntry, display_names, list_stores, read_entry
+from moechat.hub.model_ref import DEMO, repository_of
+from moechat.hub.names import resolve
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def list_models(*, json: bool) -> int:
-    """Show the library; returns the exit status."""
+    """Show the library, and the demo unless as JSON; returns the exit status."""
     paths = user_paths()
     entries, sources = list_stores(paths), list_sources(paths)
     if json:
@@ -36,13 +38,16 @@ def list_models(*, json: bool) -> int:
         print_notice(
             "the library is empty: `moechat run demo` works at once, `moechat download MODEL` adds one"
         )
-    else:
-        rows = [("name", "experts", "size", "last used")]
-        rows += [
-            (title_of(entry, name), entry.form, format_bytes(entry.nbytes), _age(entry))
-            for entry, name in zip(entries, display_names(entries), strict=True)
-        ]
-        write_output(sys.stdout, _table(rows))
+    rows = [
+        (title_of(entry, name), entry.form, format_bytes(entry.nbytes), _age(entry))
+        for entry, name in zip(entries, display_names(entries), strict=True)
+    ]
+    rows += [
+        (f"{DEMO} (in the package)", entry.form, format_bytes(entry.nbytes), _age(entry))
+        for entry in _demo(paths)
+    ]
+    if rows:
+        write_output(sys.stdout, _table([("name", "experts", "size", "last used"), *rows]))
     for source in sources:
         text = f"the checkpoint of {source.title} is kept, {format_bytes(source.nbytes)}: {source.path}"
         print_notice(one_line(text))
@@ -55,6 +60,16 @@ def list_models(*, json: bool) -> int:
             "`moechat rm --leftovers` removes them"
         )
     return 0
+
+
+def _demo(paths: Paths) -> list[LibraryEntry]:
+    """The store of the demo; none if this installation lacks it."""
+    try:
+        store = resolve(DEMO, paths=paths).store
+    except ModelNotFoundError:
+        return []
+    assert store is not None
+    return [read_entry(store, paths)]
 
 
 def split_running(items: list[Leftover]) -> tuple[list[Leftover], list[Leftover]]:

@@ -108,8 +108,6 @@ def _collect(command: RemoveCommand, paths: Paths) -> _Work:
     for model in command.models:
         if model.lower() == DEMO:
             raise UsageError("the demo is part of moechat and takes 16 MB", hint="uninstall moechat instead")
-        own = [] if command.bits else find_leftovers(model, paths)
-        work.leftovers |= {item.path: item for item in own}
         entries: list[LibraryEntry] = []
         missing: ModelNotFoundError | None = None
         try:
@@ -117,7 +115,12 @@ def _collect(command: RemoveCommand, paths: Paths) -> _Work:
         except ModelNotFoundError as error:
             missing = error
         work.entries |= {entry.path: entry for entry in entries}
-        kept = {source.path: source for source in find_sources(model, entries, paths)}
+        # A converted directory may have the name of an alias, whose downloads are those of another model.
+        is_local = bool(entries) and not any(entry.commit for entry in entries)
+        own = [] if command.bits or is_local else find_leftovers(model, paths)
+        work.leftovers |= {item.path: item for item in own}
+        sources = [] if is_local else find_sources(model, entries, paths)
+        kept = {source.path: source for source in sources}
         if command.sources:
             work.sources |= kept
         else:

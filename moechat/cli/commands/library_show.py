@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from moechat.cli.terminal.consoles import write_output
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.cli.terminal.page import Page
 from moechat.config import user_paths
-from moechat.errors import StoreDamagedError
+from moechat.errors import ModelNotFoundError, MoechatError, StoreDamagedError, UsageError
+from moechat.hub.known_shapes import find_shape
 from moechat.hub.library import LibraryEntry, find_stores, read_entry
+from moechat.hub.model_ref import hub_model
 from moechat.hub.names import resolve_path_or_repository
 
 _HEAD = ("lm_head.weight", "output.weight")
@@ -52,12 +55,42 @@ def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
     paths = user_paths()
     try:
         ref = resolve_path_or_repository(model, bits=bits, paths=paths)
-    except Exception:
-        return find_stores(model, bits, paths)
+    except MoechatError:
+        return _stores(model, bits)
     if ref.store is not None and ref.repository is None:  # the demo, or a store's directory
         entry = read_entry(ref.store, paths)
         return [entry]
-    return find_stores(model, bits, paths)
+    return _stores(model, bits)
+
+
+def _stores(model: str, bits: int | None) -> list[LibraryEntry]:
+    try:
+        return find_stores(model, bits, user_paths())
+    except ModelNotFoundError as error:
+        if not _has_other_bits(model):
+            error.hint = _what_shows_it(model)
+        raise
+
+
+def _has_other_bits(model: str) -> bool:
+    try:
+        return bool(find_stores(model, None, user_paths()))
+    except ModelNotFoundError:
+        return False
+
+
+def _what_shows_it(model: str) -> str | None:
+    """A hint with the commands that show a model which is not in the library."""
+    name = shlex.quote(model)
+    plan = f"`moechat plan {name}` shows its memory and speed on this machine"
+    try:
+        hub_model(model)
+    except UsageError:  # a path
+        return f"{plan}; `moechat run {name}` converts it"
+    except ModelNotFoundError as error:
+        return error.hint
+    download = f"`moechat download {name} --dry-run` shows the size of the download"
+    return download if find_shape(model) is None else f"{plan}; {download}"
 
 
 def _facts(entry: LibraryEntry) -> dict[str, Any]:
