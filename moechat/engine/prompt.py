@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moechat.engine.messages import check_messages
 from moechat.errors import PromptTooLongError, UsageError
 from moechat.offload.budget import MemoryPlan
 from moechat.validation import require_whole, shown
@@ -72,7 +73,8 @@ class PromptEncoder:
             template_options: Values for the template, such as ``enable_thinking``.
 
         Raises:
-            UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+            UsageError: The model has no tokenizer or no chat template, the prompt is empty, or a message is
+                malformed.
             PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
                 minutes and gigabytes, and could not be interrupted.
         """
@@ -81,15 +83,11 @@ class PromptEncoder:
             raise UsageError(
                 f"{self._name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
             )
-        for part in [prompt] if isinstance(prompt, str) else prompt:
-            text = part.get("content") if isinstance(part, Mapping) else part
-            if isinstance(text, str) and len(text) > _PIECE_CHARACTERS:
-                self._require_plausible_length(text)
-        tokens = (
-            self._tokenise(prompt)
-            if isinstance(prompt, str)
-            else self._apply_template(prompt, tools, template_options or {})
-        )
+        if isinstance(prompt, str):
+            self._require_plausible_length(prompt)
+            tokens = self._tokenise(prompt)
+        else:
+            tokens = self._apply_template(prompt, tools, template_options or {})
         if not tokens:
             raise UsageError("the prompt is empty")
         return tokens
@@ -102,7 +100,7 @@ class PromptEncoder:
         """
         _require_prompt(prompt)
         messages = not isinstance(prompt, str | torch.Tensor) and any(
-            isinstance(item, dict) for item in prompt
+            isinstance(item, Mapping) for item in prompt
         )
         ids: Any = self.encode(prompt) if messages or isinstance(prompt, str) else prompt
         return self.check_ids(ids, room)
@@ -166,9 +164,12 @@ class PromptEncoder:
         for name in options:
             if not name.isidentifier() or name in taken or name == "messages":
                 raise UsageError(f"{shown(name)} cannot be set for a chat template")
+        checked = check_messages(messages, self._template_text())
+        for message in checked:
+            self._require_plausible_length(message.get("content") or "")
         try:
             encoded = self.tokenizer.apply_chat_template(
-                list(messages),
+                checked,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=True,
                 tokenize=True,
@@ -179,8 +180,15 @@ class PromptEncoder:
             raise UsageError(f"the chat template of {self._name} refuses these messages: {error}") from error
         return list(encoded["input_ids"])
 
+    def _template_text(self) -> str:
+        """The chat template; all of them where the tokenizer has several by name."""
+        template = self.tokenizer.chat_template
+        return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+
     def _require_plausible_length(self, text: str) -> None:
         """Tokenises a long text in pieces, and stops at the first that exceeds the context."""
+        if len(text) <= _PIECE_CHARACTERS:
+            return
         tokens = 0
         for begin in range(0, len(text), _PIECE_CHARACTERS):
             end = begin + _PIECE_CHARACTERS
