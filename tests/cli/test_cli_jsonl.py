@@ -86,11 +86,47 @@ def test_each_line_can_have_its_own_id_and_settings(cli: Cli) -> None:
     ],
 )
 def test_the_error_for_a_setting_out_of_range_names_the_line(cli: Cli, entry: dict, said: str) -> None:
-    name = write(cli, "prompts.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", **entry}))
+    name = write(cli, "prompts.jsonl", json.dumps({"prompt": "b", **entry}))
     result = cli.call("run", "demo", "--jsonl", name)
     assert (result.status, result.out) == (2, b"")
-    assert "line 2: " in result.err
+    assert "line 1: " in result.err
     assert said in result.err
+    assert "one JSON object per line" not in result.err
+
+
+def test_a_malformed_line_gets_an_error_in_its_place(cli: Cli) -> None:
+    entries = ['{"prompt": "Hello", "n": 2}', "nothing", '{"prompt": "Hello", "id": 3, "seed": -1, "tmp": 1}']
+    name = write(cli, "prompts.jsonl", "\n".join([*entries, entries[0]]))
+    result = cli.call("run", "demo", "--jsonl", name, *SHORT)
+    assert result.status == 2
+    found = lines(result.out)
+    assert [one["line"] for one in found] == [1, 2, 3, 4]
+    assert [bool(one.get("text")) for one in found] == [True, False, False, True]
+    assert found[1]["error"].startswith("not JSON")
+    assert (found[2]["id"], found[2]["error"][:10]) == (3, "seed is -1")
+    assert f"2 of 4 lines of {name} are no prompts: line 2: not JSON" in result.err
+    assert "keys without a meaning here are ignored: n (2 lines)" in result.err
+    assert "2 of 4 prompts were not answered; their lines have an error" in result.err
+    quiet = cli.call("run", "demo", "--jsonl", name, "--quiet", *SHORT)
+    assert (quiet.status, quiet.err) == (2, "")
+
+
+def test_a_key_close_to_a_setting_is_recognised(cli: Cli) -> None:
+    entry = {"prompt": "Hello", "temprature": 0, "max_new_tokens": 1, "category": "x"}
+    result = cli.call("run", "demo", "--jsonl", write(cli, "prompts.jsonl", json.dumps(entry)), *SHORT)
+    assert result.status == 0
+    assert "temprature (1 line; did you mean temperature?)" in result.err
+    assert "max_new_tokens (1 line; did you mean max_tokens?)" in result.err
+    assert "category (1 line)" in result.err
+
+
+def test_a_conversation_among_texts_to_complete_gets_an_error(cli: Cli) -> None:
+    name = write(cli, "prompts.jsonl", '{"turns": ["a", "b"], "id": 5}\n{"text": "The cat"}\n')
+    result = cli.call("run", "demo", "--jsonl", name, "--completion", *SHORT)
+    assert result.status == 2
+    first, second = lines(result.out)
+    assert (first["id"], first["error"]) == (5, "a conversation cannot be continued as a text")
+    assert second["text"]
 
 
 def test_texts_from_stdin_are_completed(cli: Cli) -> None:

@@ -135,7 +135,34 @@ def test_the_error_names_the_bad_line(tmp_path: Path, line: bytes, reason: str) 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["", "\n \n\r\n"])
+def test_bad_lines_are_all_named_or_returned_beside_the_good_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"text": "a"}\nnothing\n{"id": 9, "text": 5}\n\xff\n{"text": "b"}\n', "a.jsonl")
+    with pytest.raises(
+        UsageError, match=r"3 of 5 lines of .* are no prompts: line 2: .*; line 3: .*; line 4: "
+    ):
+        read_prompts(path)
+    file = read_prompts(path, keep_bad=True)
+    assert [prompt.line for prompt in file.prompts] == [1, 5]
+    assert [(bad.line, bad.key) for bad in file.bad] == [(2, None), (3, 9), (4, None)]
+    with pytest.raises(UsageError, match=r"2 of 2 lines .* are no prompts"):
+        read_prompts(write(tmp_path, "{}\n{}", "b.jsonl"), keep_bad=True)
+    many = "".join("{}\n" for _ in range(9)) + '{"text": "a"}'
+    with pytest.raises(UsageError, match=r"9 of 10 lines .*line 5: [^;]*; and 4 more$"):
+        read_prompts(write(tmp_path, many, "c.jsonl"))
+
+
+def test_keys_without_a_meaning_are_counted(tmp_path: Path) -> None:
+    text = '{"text": "a", "n": 2}\n{"text": "b", "n": 3, "id": 1, "seed": 4, "temp": 1}\n'
+    assert read_prompts(write(tmp_path, text)).ignored == {"n": 2, "temp": 1}
+
+
+def test_the_hint_belongs_to_the_fault(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_prompts(write(tmp_path, '{"text": "a", "seed": true}'))
+    assert "one JSON object" not in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n\r\n", "\u2003\n"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match="has no prompts"):
         read_prompts(write(tmp_path, text))

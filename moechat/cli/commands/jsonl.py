@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.chat_options import Generation
+from moechat.chat.chat_options import NAMES, Generation
 from moechat.chat.reply import Reply, opens_thought
 from moechat.chat.terminal.output import NullSink
-from moechat.cli.commands.prompts_file import FilePrompt, PromptsFile, read_prompts
+from moechat.chat.terminal.safe_text import one_line
+from moechat.cli.commands.prompts_file import (
+    BadLine,
+    FilePrompt,
+    PromptsFile,
+    describe_bad,
+    read_prompts,
+    refuse_lines,
+)
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.terminal.consoles import print_notice, write_json_line
 from moechat.cli.terminal.prompt_progress import PromptProgress
@@ -19,50 +30,92 @@ if TYPE_CHECKING:
     from moechat import Engine
 
 _INTERRUPTED = 128 + signal.SIGINT
+_MOST_KEYS = 8
+# Names of other programs for our settings.
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "temp": "temperature",
+}
 
 
 def read_jsonl_prompts(options: RunOptions) -> PromptsFile:
-    """Read the prompts.
+    """Read the prompts, and print notices about lines and keys that cannot be used.
 
     Raises:
-        UsageError: The file cannot be read, or has conversations with ``--completion``.
+        UsageError: The file cannot be read, or no line of it can be answered.
     """
     assert options.jsonl is not None
-    file = read_prompts(options.jsonl, "--jsonl", quiet=options.quiet)
+    file = read_prompts(options.jsonl, "--jsonl", quiet=options.quiet, keep_bad=True)
     if options.completion:
-        for prompt in file.prompts:
-            if not prompt.is_plain:
-                raise UsageError(
-                    f"{options.jsonl}, line {prompt.line}: a conversation cannot be continued as a text",
-                    hint="run without --completion",
-                )
+        file = _only_texts(file)
+    if not options.quiet:
+        if file.bad:
+            print_notice(describe_bad(file.shown, file.bad, len(file.prompts) + len(file.bad)))
+        if file.ignored:
+            print_notice(_ignored(file.ignored))
     return file
+
+
+def _only_texts(file: PromptsFile) -> PromptsFile:
+    """The file with its conversations, which cannot be continued as texts, among the bad lines."""
+    bad = [
+        BadLine(
+            prompt.line,
+            "a conversation cannot be continued as a text",
+            hint="run without --completion",
+            key=prompt.key,
+        )
+        for prompt in file.prompts
+        if not prompt.is_plain
+    ]
+    total = len(file.prompts) + len(file.bad)
+    plain = [prompt for prompt in file.prompts if prompt.is_plain]
+    every = sorted([*file.bad, *bad], key=lambda line: line.line)
+    if not plain:
+        raise refuse_lines(file.shown, every, total)
+    return replace(file, prompts=plain, bad=every)
+
+
+def _ignored(keys: Mapping[str, int]) -> str:
+    named = []
+    for key, count in list(keys.items())[:_MOST_KEYS]:
+        close = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, NAMES, n=1)), None)
+        meant = f"; did you mean {close}?" if close else ""
+        named.append(f"{one_line(key)[:40]} ({count} line{'s'[: count != 1]}{meant})")
+    if len(keys) > _MOST_KEYS:
+        named.append(f"and {len(keys) - _MOST_KEYS} more")
+    return f"keys without a meaning here are ignored: {', '.join(named)}"
 
 
 def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
     """Answer all prompts, writing an object to stdout after each.
 
-    The object of a prompt that fails (for example, blank or too long) has an ``error``, and the ``answers``
-    to its previous turns. The other prompts are not affected.
+    The object of a line that is no prompt, or of a prompt that fails (for example, blank or too long), has an
+    ``error``, and the ``answers`` to its previous turns. The other prompts are not affected.
 
     Returns:
-        The exit status: 0, that of the first failed prompt, or 130 after Ctrl-C, which writes the partial
+        The exit status: 0, that of the first failed line, or 130 after Ctrl-C, which writes the partial
             answer.
 
     Raises:
         StoreDamagedError, DeviceLostError: No further answer is possible.
     """
+    entries: list[FilePrompt | BadLine] = sorted([*file.prompts, *file.bad], key=lambda entry: entry.line)
     status = tokens = failed = 0
-    with PromptProgress(len(file.prompts), "answering", "answered", quiet=options.quiet) as progress:
-        for number, prompt in enumerate(file.prompts):
-            result: dict[str, Any] = {"line": prompt.line, "model": engine.name}
-            if prompt.key is not None:
-                result["id"] = prompt.key
+    with PromptProgress(len(entries), "answering", "answered", quiet=options.quiet) as progress:
+        for number, entry in enumerate(entries):
+            result: dict[str, Any] = {"line": entry.line, "model": engine.name}
+            if entry.key is not None:
+                result["id"] = entry.key
             named = len(result)
             replies: list[Reply] = []
             interrupted = False
             try:
-                _answer(engine, prompt, options, replies)
+                if isinstance(entry, BadLine):
+                    raise UsageError(entry.reason)
+                _answer(engine, entry, options, replies)
             except (StoreDamagedError, DeviceLostError):
                 raise
             except MoechatError as error:
@@ -85,7 +138,7 @@ def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
             tokens += sum(len(reply.tokens) for reply in replies)
             progress.show(number + 1, tokens)
     if failed and not options.quiet:
-        print_notice(f"{failed} of {len(file.prompts)} prompts were not answered; their lines have an error")
+        print_notice(f"{failed} of {len(entries)} prompts were not answered; their lines have an error")
     return status
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ Messages = list[dict[str, str]]
 KEYS = ("messages", "turns", "prompt", "question", "text")
 _MAX_BYTES = 256 << 20
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_KNOWN = frozenset((*KEYS, *NAMES, "id"))
+_MOST_NAMED = 5
+_FORM_HINT = f"write one JSON object per line, with one of: {', '.join(KEYS)}"
+_MESSAGE_HINT = 'write messages as {"role": "user", "content": "…"}'
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,44 @@ class FilePrompt:
 
 
 @dataclass(frozen=True)
+class BadLine:
+    """A line that is no prompt.
+
+    Attributes:
+        line: Line number in the file, from 1.
+        reason: What is wrong with it.
+        hint: How to mend it, if that is not plain from the reason.
+        key: Its ``id``, as for a prompt.
+    """
+
+    line: int
+    reason: str
+    hint: str | None = None
+    key: Any = None
+
+
+@dataclass(frozen=True)
 class PromptsFile:
     """The prompts of a file.
 
     Attributes:
+        shown: Name of the file, for messages.
         prompts: Prompts in the order of their lines, at least one.
         understood: Recognised format, for people: ``text, one prompt a line`` or ``JSON lines (turns)``.
+        bad: Lines that are no prompts, in order.
+        ignored: Keys that mean nothing here, with the number of lines that have them.
     """
 
+    shown: str
     prompts: list[FilePrompt]
     understood: str
+    bad: list[BadLine] = field(default_factory=list)
+    ignored: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_prompts(path: str, option: str = "--prompts", *, quiet: bool = False) -> PromptsFile:
+def read_prompts(
+    path: str, option: str = "--prompts", *, quiet: bool = False, keep_bad: bool = False
+) -> PromptsFile:
     """Read a file with prompts; ``-`` is stdin.
 
     A file named ``*.jsonl``, ``*.ndjson`` or ``*.json`` has one JSON object per line, a ``*.txt`` file one
@@ -84,28 +114,72 @@ def read_prompts(path: str, option: str = "--prompts", *, quiet: bool = False) -
         path: Path of the file.
         option: Option with that path, for messages.
         quiet: Print no notice while waiting for stdin.
+        keep_bad: Return malformed lines beside the good ones, unless there is no good one.
 
     Raises:
-        UsageError: The file does not exist or cannot be read, it has no prompt, or a line is malformed; the
-            message gives the line number.
+        UsageError: The file does not exist or cannot be read, it has no prompt, or lines are malformed; the
+            message gives the numbers of the first of them.
     """
     shown = "stdin" if path == "-" else path
     data = _read(path, option, quiet=quiet)
-    lines = _decoded(shown, data)
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = [(number, line) for number, line in enumerate(_lines(data), 1) if line.strip()]
     if not numbered:
         raise UsageError(f"{shown} has no prompts", hint="write one prompt per line")
     suffix = Path(path).suffix.lower()
     is_json = suffix in (".jsonl", ".ndjson", ".json") or (
-        suffix != ".txt" and numbered[0][1].lstrip().startswith("{")
+        suffix != ".txt" and numbered[0][1].lstrip().startswith(b"{")
     )
-    if not is_json:
-        prompts = [FilePrompt(number, [], [line.strip()]) for number, line in numbered]
-        return PromptsFile(prompts, "text, one prompt a line")
-    used: list[str] = []
-    prompts = [_parsed(shown, number, line, used) for number, line in numbered]
+    used: set[str] = set()
+    ignored: Counter[str] = Counter()
+    prompts: list[FilePrompt] = []
+    bad: list[BadLine] = []
+    for number, line in numbered:
+        try:
+            text = _decoded(line)
+            if is_json:
+                prompts.append(_parsed(number, text, used, ignored))
+            elif text := text.strip():
+                prompts.append(FilePrompt(number, [], [text]))
+        except _BadLineError as error:
+            bad.append(BadLine(number, str(error), error.hint, error.key))
+    if bad and not (keep_bad and prompts):
+        raise refuse_lines(shown, bad, len(prompts) + len(bad))
+    if not prompts:
+        raise UsageError(f"{shown} has no prompts", hint="write one prompt per line")
     keys = [key for key in KEYS if key in used]
-    return PromptsFile(prompts, f"JSON lines ({', '.join(keys)})")
+    understood = f"JSON lines ({', '.join(keys)})" if is_json else "text, one prompt a line"
+    return PromptsFile(shown, prompts, understood, bad, dict(ignored))
+
+
+def refuse_lines(shown: str, bad: Sequence[BadLine], total: int) -> UsageError:
+    """The error for malformed lines.
+
+    Args:
+        shown: Name of the file.
+        bad: The lines, at least one.
+        total: Lines of the file that are not empty.
+    """
+    hints = list(dict.fromkeys(line.hint for line in bad if line.hint))
+    return UsageError(describe_bad(shown, bad, total), hint="; ".join(hints[:2]) or "mend or remove the line")
+
+
+def describe_bad(shown: str, bad: Sequence[BadLine], total: int) -> str:
+    """A sentence that names malformed lines, the first few with their faults; arguments as above."""
+    if len(bad) == 1:
+        return f"{shown}, line {bad[0].line}: {bad[0].reason}"
+    parts = [f"line {line.line}: {line.reason}" for line in bad[:_MOST_NAMED]]
+    if len(bad) > _MOST_NAMED:
+        parts.append(f"and {len(bad) - _MOST_NAMED} more")
+    return f"{len(bad)} of {total} lines of {shown} are no prompts: {'; '.join(parts)}"
+
+
+class _BadLineError(Exception):
+    """A line is no prompt; the attributes are those of :class:`BadLine`."""
+
+    def __init__(self, reason: str, hint: str | None = None, key: Any = None) -> None:
+        super().__init__(reason)
+        self.hint = hint
+        self.key = key
 
 
 def _read(path: str, option: str, *, quiet: bool) -> bytes:
@@ -126,49 +200,55 @@ def _read(path: str, option: str, *, quiet: bool) -> bytes:
     return data
 
 
-def _decoded(shown: str, data: bytes) -> list[str]:
-    # Split before decoding, to know the number of a line that is not UTF-8; and only at newlines, because
+def _lines(data: bytes) -> list[bytes]:
+    # Split before decoding, so that only a line that is not UTF-8 is refused; and only at newlines, because
     # JSON strings may contain an unescaped U+2028.
-    lines = []
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        try:
-            lines.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{shown}, line {number}: not UTF-8 (byte {error.object[error.start]:#04x})",
-                hint="convert it first, for example with iconv",
-            ) from None
-    return lines
+    return [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
 
 
-def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
-    def refuse(reason: str) -> UsageError:
-        return UsageError(
-            f"{shown}, line {number}: {reason}",
-            hint=f"write one JSON object per line, with one of: {', '.join(KEYS)}",
-        )
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _BadLineError(
+            f"not UTF-8 (byte {error.object[error.start]:#04x})",
+            "convert the file first, for example with iconv",
+        ) from None
 
+
+def _parsed(number: int, line: str, used: set[str], ignored: Counter[str]) -> FilePrompt:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = (
             f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         )
-        raise refuse(f"not JSON ({reason})") from None
+        raise _BadLineError(f"not JSON ({reason})", _FORM_HINT) from None
     if not isinstance(entry, dict):
-        raise refuse("not an object")
+        raise _BadLineError("not an object", _FORM_HINT)
+    if not _is_json(entry.get("id")):
+        raise _BadLineError("id contains a number that JSON cannot represent")
+    try:
+        prompt, key = _prompt_of(number, entry)
+    except _BadLineError as error:
+        error.key = entry.get("id")
+        raise
+    used.add(key)
+    ignored.update(name for name in entry if name not in _KNOWN)
+    return prompt
+
+
+def _prompt_of(number: int, entry: dict[str, Any]) -> tuple[FilePrompt, str]:
+    """The prompt of an object, and the key of its text."""
     key = next((key for key in KEYS if entry.get(key) is not None), None)
     if key is None:
-        raise refuse(f"it has none of {', '.join(KEYS)}")
-    used.append(key)
+        raise _BadLineError(f"it has none of {', '.join(KEYS)}", _FORM_HINT)
     try:
         settings = _settings(entry)
     except UsageError as error:
-        raise refuse(str(error)) from None
-    if not _is_json(entry.get("id")):
-        raise refuse("id contains a number that JSON cannot represent")
-    opening, turns = _conversation(key, entry[key], refuse)
-    return FilePrompt(number, opening, turns, settings, entry.get("id"))
+        raise _BadLineError(str(error), error.hint) from None
+    opening, turns = _conversation(key, entry[key])
+    return FilePrompt(number, opening, turns, settings, entry.get("id")), key
 
 
 def _is_json(value: Any) -> bool:
@@ -197,28 +277,24 @@ def _settings(entry: dict[str, Any]) -> dict[str, float]:
     return settings
 
 
-def _conversation(key: str, value: Any, refuse: Callable[[str], UsageError]) -> tuple[Messages, list[str]]:
-    """Messages before the first turn, and the turns.
-
-    Raises:
-        UsageError: The value has the wrong type for its key.
-    """
+def _conversation(key: str, value: Any) -> tuple[Messages, list[str]]:
+    """Messages before the first turn, and the turns."""
     if key == "messages" or (isinstance(value, list) and value and isinstance(value[0], dict)):
         messages = _messages(value)
         if messages is None:
-            raise refuse(f"{key} is not a list of messages with a role and a content")
+            raise _BadLineError(f"{key} is not a list of messages with a role and a content", _MESSAGE_HINT)
         while messages and messages[-1]["role"] != "user":
             messages.pop()
         if not messages:
-            raise refuse(f"{key} has no message with the role user")
+            raise _BadLineError(f"{key} has no message with the role user")
         return messages[:-1], [messages[-1]["content"]]
     turns = value if key == "turns" else [value]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise refuse(f"{key} is not a text" if key != "turns" else "turns is not a list of texts")
+        raise _BadLineError(f"{key} is not a text" if key != "turns" else "turns is not a list of texts")
     if not turns:
-        raise refuse("turns is empty")
+        raise _BadLineError("turns is empty")
     if any(_has_surrogate(turn) for turn in turns):
-        raise refuse(f"{key} is not Unicode text")
+        raise _BadLineError(f"{key} is not Unicode text")
     return [], turns
 
 
