@@ -23,6 +23,7 @@ from moechat.cli.config.setting_origins import ExplainingCommand, wrong_value
 from moechat.cli.config.settings_file import Settings, apply_settings, read_settings
 from moechat.cli.lazy_group import LazyGroup
 from moechat.cli.parameters import Action, flag, option
+from moechat.cli.unknown_option import unknown_option
 from moechat.errors import MoechatError
 
 _EPILOG = """\
@@ -103,6 +104,11 @@ def parse(arguments: list[str]) -> Action:
     except typer.Exit as done:
         status = done.exit_code
         return lambda: status
+    except Exception as error:
+        suggesting = unknown_option(error)
+        if suggesting is None:
+            raise
+        raise suggesting from None
 
 
 def grammar() -> LazyGroup:

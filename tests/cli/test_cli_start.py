@@ -206,6 +206,28 @@ def test_usage_errors_name_the_wrong_argument(cli: Cli, arguments: list[str], sa
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["run", "demo", "--temp", "1"], "did you mean --temperature?"),
+        (["run", "demo", "--temprature=1"], "did you mean --temperature?"),
+        (["run", "demo", "--max_tokens", "1"], "did you mean --max-tokens?"),
+        (["run", "demo", "--no-t"], "did you mean --no-tune?"),
+        (["run", "demo", "--top", "1"], "did you mean --top-k or --top-p?"),
+        (["run", "demo", "--xyzzy"], "moechat run --help lists its options"),
+        (["sessions", "export", "1", "--form", "md"], "did you mean --format?"),
+        (["list", "-x"], "moechat list --help lists its options"),
+    ],
+)
+def test_an_unknown_option_suggests_those_that_begin_or_look_like_it(
+    cli: Cli, arguments: list[str], hint: str
+) -> None:
+    result = cli.call(*arguments)
+    assert result.status == 2
+    assert "has no option -" in result.err
+    assert f"hint: {hint}" in result.err
+
+
 def test_arguments_that_are_not_utf8_are_refused(cli: Cli) -> None:
     done = subprocess.run(
         [os.fsencode(part) for part in PROGRAM] + [b"run", b"demo", b"caf\xe9"],
