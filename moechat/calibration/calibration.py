@@ -13,13 +13,14 @@ from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
 from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
 from moechat.geometry import KEEP, ExpertGeometry
-from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
+from moechat.models.assets import load_tokenizer
 from moechat.models.one_pass import OnePass
 from moechat.models.threads import torch_threads
 from moechat.offload.experts import ExpertCounters, ExpertLayer
 from moechat.store.calibrated import ConvertLayer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan
+from moechat.store.side_files import has_tokenizer
 
 Notice = Callable[[str], None]
 
@@ -79,7 +80,7 @@ def calibrates(plan: CheckpointPlan, bits: int, files: Iterable[str]) -> bool:
             nothing.
         files: Names of the checkpoint's files.
     """
-    return KEEP < bits < 8 and bool(plan.read_before) and not TOKENIZER_FILES.isdisjoint(files)
+    return KEEP < bits < 8 and bool(plan.read_before) and has_tokenizer(files)
 
 
 def calibration_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from moechat.store.outline import ExpertsFile, PlannedFile, SideFile, StoreOutli
 from moechat.store.peak_disk import peak_disk_bytes
 from moechat.store.quantizer import make_packer
 from moechat.store.shard_supply import ShardSupply
+from moechat.store.side_files import has_tokenizer
 from moechat.store.store import Store
 from moechat.store.streamed_checkpoint import StreamedCheckpoint
 from moechat.store.workspace import workspace_path
@@ -64,7 +66,8 @@ class DownloadPlan:
         convert_s: Estimated seconds of conversion on this machine; ``None`` if unknown.
         finished: The store exists already, with the same weights.
         calibrated: Experts are quantised with inputs measured on a text.
-        uncalibrated: Why they are not, if they could be.
+        has_tokenizer: The repository has a tokenizer, so the model can read and write text.
+        uncalibrated: Why experts are not calibrated, if they could be.
     """
 
     name: str
@@ -87,6 +90,7 @@ class DownloadPlan:
     convert_s: float | None
     finished: bool
     calibrated: bool
+    has_tokenizer: bool
     uncalibrated: str | None = None
 
     @property
@@ -205,6 +209,7 @@ def make_plan(
         convert_s=0.0 if finished else _convert_seconds(checkpoint, plan, bits, calibrated=calibrated),
         finished=finished,
         calibrated=calibrated,
+        has_tokenizer=has_tokenizer([*(file.path for file in selection.side), *os.listdir(checkpoint.path)]),
     )
     return needed, made
 

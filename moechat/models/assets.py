@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError, one_line
+from moechat.store.side_files import has_tokenizer
 
-# Any of them is a tokenizer.
-TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"})
 # For models without a stated limit.
 _DEFAULT_CONTEXT = 4096
 
@@ -33,7 +33,7 @@ def load_tokenizer(directory: Path) -> Any:
     Raises:
         UnsupportedModelError: Its files cannot be read, or require custom code.
     """
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(_names_in(directory)):
         return None
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
@@ -42,6 +42,13 @@ def load_tokenizer(directory: Path) -> Any:
             f"the tokenizer in {directory} cannot be used: {type(error).__name__}: {one_line(error)}",
             hint="fetch its files again (tokenizer.json, tokenizer_config.json), from the model's repository",
         ) from error
+
+
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def load_generation_config(directory: Path) -> GenerationConfig | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from moechat.errors import CheckpointError
 
 MAX_SIDE_FILE_BYTES = 256 << 20
+# Any of them is a tokenizer.
+_TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"})
 
 # Allow-lists: code and pickles are never on them.
 _INPUTS = (
@@ -49,6 +52,11 @@ _NEVER = ("*.py", "*.pyc", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickl
 def is_kept(name: str) -> bool:
     """Whether a file of this name is copied into a store; never code or a pickle."""
     return _is_allowed(name, _INPUTS + _DOCUMENTS)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer is among files of these names."""
+    return not _TOKENIZERS.isdisjoint(names)
 
 
 def is_document(name: str) -> bool:

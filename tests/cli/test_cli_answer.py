@@ -106,9 +106,9 @@ def test_output_that_nobody_can_read_is_an_error(cli: Cli, model: str, arguments
 
 
 def test_a_command_without_output_needs_no_stdout(cli: Cli) -> None:
-    result = cli.shell("MOECHAT_HOME=$PWD/empty $M list </dev/null >&-")
+    result = cli.shell("MOECHAT_HOME=$PWD/empty $M rm --leftovers --yes </dev/null >&-")
     assert result.status == 0
-    assert "the library is empty" in result.err
+    assert "there are no leftovers" in result.err
 
 
 @pytest.mark.parametrize("arguments", ["--version", "help", "list --json"])
@@ -246,7 +246,7 @@ def test_a_model_without_a_chat_template_only_completes_texts(cli: Cli, model: s
     result = cli.call("run", str(bare), "hello", "--bits", "16")
     assert (result.status, result.out) == (2, b"")
     assert "has no chat template" in result.err
-    assert "--completion" in result.err
+    assert f'moechat run {bare} --completion "' in result.err
     answer = answer_json(
         cli, str(bare), "hello", "--bits", "16", "--completion", "--max-tokens", "2", *GREEDY
     )
@@ -263,6 +263,27 @@ def test_a_gguf_file_without_a_vocabulary_is_refused_before_it_is_converted(cli:
         assert "m.gguf has no tokenizer" in result.err
         assert "convert" not in result.err
     assert list((cli.home / "data").glob("models/*")) == stores
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_converted(
+    cli: Cli, model: str, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*", "vocab*"))
+    stores = sorted((cli.home / "data").glob("models/*"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello")
+    for arguments in (
+        ["run", str(bare), "hello"],
+        ["run", str(bare), "hello", "--completion"],
+        ["trace", str(bare), "--prompts", str(prompts), "--out", str(tmp_path / "t.npz")],
+    ):
+        result = cli.call(*arguments)
+        assert (result.status, result.out) == (2, b"")
+        assert f"error: {bare} has no tokenizer" in result.err
+        assert "tokenizer.json" in result.err
+        assert "chat template" not in result.err
+    assert sorted((cli.home / "data").glob("models/*")) == stores
 
 
 def test_control_characters_of_the_model_are_escaped_on_a_terminal(cli: Cli, model: str) -> None:

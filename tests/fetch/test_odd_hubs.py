@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
+from library_support import shard_requests
 
 from moechat.errors import MoechatError
 from moechat.fetch.repository import fetch_repository
@@ -96,6 +97,27 @@ def test_a_password_in_the_address_is_never_shown(program: Cli, hub: Hub) -> Non
         assert done.status == 3, done.err
         assert hub.endpoint in done.err or "127.0.0.1" in done.err
         assert "epw12" not in done.err
+
+
+def test_run_refuses_a_repository_without_a_tokenizer_before_its_weights(inside: Cli, hub: Hub) -> None:
+    textless = "tiny/textless"
+    hub.repositories[textless] = {
+        name: data
+        for name, data in hub.repositories[REPOSITORY].items()
+        if not name.startswith(("tokenizer", "vocab", "chat_template"))
+    }
+    try:
+        done = inside.call("run", textless, "--yes", "hello")
+        assert done.status == 2
+        assert f"{textless} " in done.err
+        assert "has no tokenizer" in done.err
+        assert shard_requests(hub) == []
+        planned = inside.call("download", textless, "--dry-run")
+        assert planned.status == 0
+        assert "no tokenizer" in planned.out.decode()
+    finally:
+        del hub.repositories[textless]
+    assert "no tokenizer" not in inside.call("download", REPOSITORY, "--dry-run").out.decode()
 
 
 def test_a_title_is_the_repository_at_its_revision(inside: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ from moechat.cli.commands.library_list import write_json
 from moechat.cli.terminal.consoles import confirm, print_notice, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import user_paths
-from moechat.errors import StoreDamagedError
+from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.model_ref import USUAL_FORMS, ModelRef, hub_model, stored_commit
+from moechat.hub.names import resolve
 from moechat.options import BITS
 from moechat.validation import require_choice
 
@@ -124,6 +125,12 @@ def _run(
     to_run: bool,
 ) -> bool:
     plan = work.plan
+    if to_run and not plan.has_tokenizer:
+        raise UsageError(
+            f"{plan.remote.title} has no tokenizer, so it can neither read nor write text",
+            hint=f"choose another repository of this model; moechat download {shlex.quote(command.model)} "
+            "fetches it all the same",
+        )
     if plan.finished:
         progress.stop()
         work.record_finished()
@@ -157,10 +164,19 @@ def _run(
         took = format_seconds(time.monotonic() - started)
         print_notice(f"{plan.remote.title} is here after {took}, in {plan.destination}")
         if not to_run:
-            print_notice(f"moechat run {shlex.quote(command.model)} talks to it")
+            print_notice(f"moechat run {shlex.quote(_name_to_run(command, plan.remote.title))} talks to it")
     if facts is not None:
         write_json(facts)
     return True
+
+
+def _name_to_run(command: DownloadCommand, title: str) -> str:
+    """The user's name for the model, or its title if a converted directory has that name in the library."""
+    try:
+        ref = resolve(command.model, bits=command.bits)
+    except MoechatError:  # the name matches several stores
+        return title
+    return title if ref.repository is None else command.model
 
 
 class _LastProgress:
@@ -217,4 +233,5 @@ def _is_made_of(store: Path, commit: str) -> bool:
 def _print_present(title: str, bits: int, command: DownloadCommand) -> None:
     if not command.quiet:
         form = "" if bits == KEEP else f" with {bits} bits"
-        print_notice(f"{title}{form} is here already: moechat run {command.model}")
+        name = shlex.quote(_name_to_run(command, title.partition(" ")[0]))
+        print_notice(f"{title}{form} is here already: moechat run {name}")

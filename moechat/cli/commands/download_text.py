@@ -48,6 +48,7 @@ def describe(plan: DownloadPlan, choice: Choice | None, load: Mapping[str, Any])
         f"memory    {_memory_text(plan)}",
         *([f"speed     {speed}"] if speed else []),
         f"time      {_time(plan)}",
+        *([] if plan.has_tokenizer else ["text      none: the repository has no tokenizer"]),
     ]
     return neutralise("\n".join(lines))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -17,15 +18,15 @@ from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.output import can_redraw
 from moechat.cli.commands.prompt_input import read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.commands.tokenizer_check import require_tokenizer
 from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
-from moechat.config import user_paths
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
-from moechat.hub.model_ref import MANIFEST, USUAL_FORMS, hub_model
+from moechat.hub.model_ref import hub_model
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -179,7 +180,8 @@ def _ready(options: RunOptions, *, chat: bool) -> Engine:
         if not options.completion and not engine.has_chat_template:
             raise UsageError(
                 f"{engine.name} has no chat template: it was not made for chats",
-                hint='continue a text instead: moechat run MODEL --completion "Once upon a time"',
+                hint=f"continue a text instead: moechat run {shlex.quote(options.model)} --completion "
+                '"Once upon a time"',
             )
         _tune(engine, options, chat=chat)
         if options.verbose:
@@ -194,26 +196,9 @@ def _load(options: RunOptions) -> Engine:
     with LoadProgress(quiet=options.quiet) as progress:
         import moechat
 
+        require_tokenizer(options.model, options.bits)
         import_engine()
-        _require_vocabulary(options)
         return moechat.load(options.model, **options.load_options.given, progress=progress)
-
-
-def _require_vocabulary(options: RunOptions) -> None:
-    """Refuse a GGUF file that texts cannot be encoded for, before it is converted."""
-    from moechat.models.gguf_source import has_vocabulary
-
-    ref = resolve(options.model, bits=options.bits)
-    if ref.checkpoint is None or not ref.checkpoint.is_file():
-        return
-    forms = USUAL_FORMS if options.bits is None else (options.bits,)
-    if any((ref.library_path(user_paths().models, form) / MANIFEST).exists() for form in forms):
-        return  # converted before: reading the vocabulary takes a while
-    if not has_vocabulary(ref.checkpoint):
-        raise UsageError(
-            f"{ref.checkpoint} has no tokenizer",
-            hint="take another file of this model, or its repository with safetensors files",
-        )
 
 
 def _describe(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.cli.commands.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
 from moechat.cli.commands.replay_arguments import TraceCommand
+from moechat.cli.commands.tokenizer_check import require_tokenizer
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress
 from moechat.cli.terminal.prompt_progress import PromptProgress, prompts_text
@@ -232,6 +233,7 @@ def _load(command: TraceCommand) -> Engine:
     with LoadProgress(quiet=command.quiet) as progress:
         import moechat
 
+        require_tokenizer(command.model, command.bits)
         return moechat.load(command.model, **command.load_options.given, progress=progress)
 
 
