@@ -32,11 +32,13 @@ class Generation:
         given: From the command line, environment variables or the settings file.
         origins: Their sources, in words; the command line where missing.
         changed: Changed by ``/set``; ``None`` restores the model's own.
+        fixed: Further arguments of the engine's ``generate``, which ``/set`` cannot change.
     """
 
     given: dict[str, float] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     changed: dict[str, float | None] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, name: str) -> float | None:
         """The value of a setting; ``None`` for the model's own."""
@@ -65,7 +67,7 @@ class Generation:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the engine's ``generate``."""
-        return {
+        return dict(self.fixed) | {
             "max_new_tokens" if name == "max_tokens" else name: self.value(name)
             for name in NAMES
             if self.value(name) is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moechat.chat.reply import opens_thought
+from moechat.chat.reply import thought_end
 from moechat.errors import PromptTooLongError
 
 if TYPE_CHECKING:
@@ -70,12 +71,14 @@ def start_reply(
                 [*conversation.messages(first_sent), {"role": "user", "content": question}]
             )
             tokens = len(prompt)
-            steps = engine.generate(prompt, reserve=room, progress=progress, **generation.arguments)
+            thought = thought_end(engine, prompt)
+            arguments = behind_thinking(generation.arguments, thought)
+            steps = engine.generate(prompt, reserve=room, progress=progress, **arguments)
         except PromptTooLongError:
             if first_sent == end:
                 raise  # the question itself is too long; the conversation stays
             return None
-        return PendingReply(steps, opens_thought(engine, prompt), first_sent)
+        return PendingReply(steps, bool(thought), first_sent)
 
     found = start(first)
     if found is not None:
@@ -96,6 +99,17 @@ def start_reply(
             probe = max(found.first_sent - step, (low + found.first_sent) // 2)
         step *= 2
     return found
+
+
+def behind_thinking(arguments: dict[str, Any], end: str) -> dict[str, Any]:
+    """Arguments of ``generate`` whose grammar, if there is one, begins behind the thinking.
+
+    Args:
+        arguments: Of the answer.
+        end: The mark that ends the thinking; empty if there is none.
+    """
+    grammar = arguments.get("grammar")
+    return arguments if grammar is None else {**arguments, "grammar": replace(grammar, after=end)}
 
 
 def _estimate_first(conversation: Conversation, first: int, question: str, tokens: int, excess: int) -> int:

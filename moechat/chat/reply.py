@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moechat.chat.terminal.output import Sink
 from moechat.reply_formats import thinking as reply_thinking
@@ -28,12 +28,16 @@ class Reply:
         thoughts: Pieces of the thinking.
         tokens: Tokens of both.
         finish_reason: The engine's reason, or that of the caller who stopped it.
+        stop: The stop text that ended it.
+        steps: The engine's steps, where they have probabilities.
     """
 
     pieces: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -49,8 +53,7 @@ class Reply:
         """Consume all steps and show their text; an interrupt keeps the text so far."""
         for step in steps:
             self.pieces.append(step.text)
-            self.tokens.append(step.token_id)
-            self.finish_reason = step.finish_reason
+            self._note(step)
             if answer is not None:
                 answer.write(step.text)
 
@@ -76,17 +79,36 @@ class Reply:
         try:
             with closing(steps) as open_steps:  # type: ignore[type-var]
                 for step in open_steps:
-                    self.tokens.append(step.token_id)
+                    self._note(step)
                     if step.text:
                         parts = splitter.feed(step.text)
                     else:
                         parts = splitter.special(token_text(step.token_id))
                     self._show(parts, answer, thoughts)
-                    self.finish_reason = step.finish_reason
         finally:
             # A stopped answer includes the text held back so far.
             self._show(splitter.flush(), answer, thoughts)
             thoughts.end()
+
+    def logprobs_json(self, engine: Engine) -> list[dict[str, Any]]:
+        """Probabilities of the tokens: token, text, logprob, and top: the likeliest, in the same form."""
+
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            return {"token": token, "text": engine.token_text(token), "logprob": logprob}
+
+        return [
+            {
+                **entry(step.token_id, step.logprob),
+                "top": [entry(one.token_id, one.logprob) for one in step.top_logprobs],
+            }
+            for step in self.steps
+        ]
+
+    def _note(self, step: Step) -> None:
+        self.tokens.append(step.token_id)
+        self.finish_reason, self.stop = step.finish_reason, step.stop
+        if step.logprob is not None:
+            self.steps.append(step)
 
     def _show(self, parts: list[Part], answer: Sink, thoughts: Sink) -> None:
         for text, thought in parts:
@@ -100,7 +122,7 @@ class Reply:
                 answer.write(text)
 
 
-def opens_thought(engine: Engine, prompt: Sequence[int]) -> bool:
-    """Whether the chat template opened a thought at the end of the prompt."""
+def thought_end(engine: Engine, prompt: Sequence[int]) -> str:
+    """The mark that ends the thought that the chat template opened at the prompt's end; empty for none."""
     end = prompt[-_PROMPT_END_TOKENS:]
-    return reply_thinking.opens_thought("".join(engine.token_text(token) for token in end))
+    return reply_thinking.thought_end("".join(engine.token_text(token) for token in end))

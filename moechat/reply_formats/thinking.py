@@ -62,8 +62,19 @@ def opens_thought(prompt_end: str, format: ReplyFormat = ANY_THINKING) -> bool:
         prompt_end: The last characters of the prompt, special tokens included.
         format: The model's format.
     """
+    return bool(thought_end(prompt_end, format))
+
+
+def thought_end(prompt_end: str, format: ReplyFormat = ANY_THINKING) -> str:
+    """The mark that ends the thought in which a prompt ends; empty if it ends in none.
+
+    Args:
+        prompt_end: As for :func:`opens_thought`, and so is ``format``.
+        format: The model's format.
+    """
     end = prompt_end.rstrip()
-    return any(end.endswith((mark.open + mark.label).rstrip()) for mark in format.thoughts)
+    found = (mark.close for mark in format.thoughts if end.endswith((mark.open + mark.label).rstrip()))
+    return next(found, "")
 
 
 def _parts(events: Iterable[Event]) -> list[Part]:

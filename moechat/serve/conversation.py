@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from moechat.engine import Grammar
 from moechat.errors import UsageError
 from moechat.reply_formats import FORMATS, ReplyFormat, Tool, detect, to_template_messages
+from moechat.reply_formats.thinking import thought_end
 from moechat.serve.jobs import Job
-from moechat.serve.replies import opens_thought
 
 if TYPE_CHECKING:
     from moechat import Engine
@@ -85,8 +85,7 @@ class Conversation:
         return ids
 
     def _grammar(self, engine: Engine) -> Grammar:
-        thinks = opens_thought(self.format, self._end)
-        after = self.format.thoughts[0].close if thinks else ""
+        after = thought_end(self._end, self.format)
         if self._must_call:
             from moechat.reply_formats import call_grammar
 

@@ -238,7 +238,7 @@ def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:
     if not isinstance(name, str) or name not in names:
         raise fields.error(
             "tool_choice",
-            'tool_choice must be auto, none, required, or {"type": "function", "name": …} with a tool\'s name',
+            'tool_choice must be auto, none, required, or {"type": "function", "name": …} of a tool',
         )
     return "required", name
 

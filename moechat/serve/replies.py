@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from moechat.engine import FinishReason, Stats, Step
 from moechat.reply_formats import Event as ReplyEvent
 from moechat.reply_formats import ReplyFormat, ReplyParser, Text, Tool, WholeReply, whole_reply
+from moechat.reply_formats.thinking import opens_thought
 from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled
 
 # Seconds between signs of life in a stream that has nothing to send.
@@ -122,9 +123,4 @@ class Reply:
 
 def parser_of(format: ReplyFormat, tools: Sequence[Tool], prompt_end: str) -> ReplyParser:
     """The parser for a reply to a prompt that ends so."""
-    return ReplyParser(format, tools, thinking=opens_thought(format, prompt_end))
-
-
-def opens_thought(format: ReplyFormat, prompt_end: str) -> bool:
-    """Whether the prompt ends inside a thought."""
-    return any(prompt_end.rstrip().endswith(thought.open) for thought in format.thoughts)
+    return ReplyParser(format, tools, thinking=opens_thought(prompt_end, format))

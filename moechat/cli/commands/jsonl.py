@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.chat_options import NAMES, Generation
-from moechat.chat.reply import Reply, opens_thought
+from moechat.chat.pending_reply import behind_thinking
+from moechat.chat.reply import Reply, thought_end
 from moechat.chat.terminal.output import NullSink
 from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.prompts_file import (
@@ -130,7 +131,7 @@ def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
                 if replies:
                     replies[-1].finish_reason = "interrupted"
             if "error" not in result and (replies or not interrupted):
-                result |= _answer_json(replies, engine)
+                result |= _answer_json(replies, engine, options)
             if len(result) > named:
                 write_json_line(sys.stdout, result)
             if interrupted:
@@ -155,13 +156,14 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
         prompt.require_text(number)
         messages.append({"role": "user", "content": turn})
         tokens = engine.encode(messages)
-        steps = engine.generate(tokens, **_settings(prompt, options))
+        thought = thought_end(engine, tokens)
+        steps = engine.generate(tokens, **behind_thinking(_settings(prompt, options), thought))
         replies.append(Reply())
         replies[-1].follow_split(
             steps,
             NullSink(),
             NullSink(),
-            thinking=opens_thought(engine, tokens),
+            thinking=bool(thought),
             token_text=engine.token_text,
         )
         messages.append({"role": "assistant", "content": replies[-1].text})
@@ -170,10 +172,12 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
 def _settings(prompt: FilePrompt, options: RunOptions) -> dict[str, Any]:
     """The settings of the command line, overridden by those of the prompt's line."""
     own = Generation(dict(prompt.settings)).arguments
+    if prompt.stop:
+        own["stop"] = prompt.stop
     return {**options.generation, **own}
 
 
-def _answer_json(replies: list[Reply], engine: Engine) -> dict[str, Any]:
+def _answer_json(replies: list[Reply], engine: Engine, options: RunOptions) -> dict[str, Any]:
     """The last answer in the form of ``--json``, and all answers of several turns."""
     last = replies[-1]
     several = {"answers": [reply.text for reply in replies]} if len(replies) > 1 else {}
@@ -181,7 +185,9 @@ def _answer_json(replies: list[Reply], engine: Engine) -> dict[str, Any]:
         "text": last.text,
         **several,
         "tokens": last.tokens,
+        **({"logprobs": last.logprobs_json(engine)} if options.logprobs is not None else {}),
         **({"thinking": last.thinking} if last.thinking else {}),
         "finish_reason": last.finish_reason,
+        **({"stop": last.stop} if last.stop is not None else {}),
         "statistics": engine.stats.to_json(),
     }

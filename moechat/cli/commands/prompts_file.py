@@ -19,7 +19,7 @@ Messages = list[dict[str, str]]
 KEYS = ("messages", "turns", "prompt", "question", "text")
 _MAX_BYTES = 256 << 20
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_KNOWN = frozenset((*KEYS, *NAMES, "id"))
+_KNOWN = frozenset((*KEYS, *NAMES, "id", "stop"))
 _MOST_NAMED = 5
 _FORM_HINT = f"write one JSON object per line, with one of: {', '.join(KEYS)}"
 _MESSAGE_HINT = 'write messages as {"role": "user", "content": "…"}'
@@ -35,6 +35,7 @@ class FilePrompt:
         turns: Messages of the user in order, at least one; a blank one cannot be answered.
         settings: Settings for answers to this prompt, by the names of ``moechat.chat.chat_options``.
         key: The line's ``id``, any JSON value; ``None`` if it has none.
+        stop: Texts that end its answers.
     """
 
     line: int
@@ -42,6 +43,7 @@ class FilePrompt:
     turns: list[str]
     settings: Mapping[str, float] = field(default_factory=dict)
     key: Any = None
+    stop: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -248,7 +250,7 @@ def _prompt_of(number: int, entry: dict[str, Any]) -> tuple[FilePrompt, str]:
     except UsageError as error:
         raise _BadLineError(str(error), error.hint) from None
     opening, turns = _conversation(key, entry[key])
-    return FilePrompt(number, opening, turns, settings, entry.get("id")), key
+    return FilePrompt(number, opening, turns, settings, entry.get("id"), _stops(entry)), key
 
 
 def _is_json(value: Any) -> bool:
@@ -275,6 +277,14 @@ def _settings(entry: dict[str, Any]) -> dict[str, float]:
             raise UsageError(f"{name} is not a number")
         settings[name] = require_setting(name, value)
     return settings
+
+
+def _stops(entry: dict[str, Any]) -> tuple[str, ...]:
+    value = entry.get("stop")
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _BadLineError("stop is neither a text nor a list of texts")
+    return tuple(texts)
 
 
 def _conversation(key: str, value: Any) -> tuple[Messages, list[str]]:

@@ -50,6 +50,7 @@ def run(options: RunOptions) -> int:
     if options.dry_run:
         return _dry_run(options)
     # Cheapest checks first: the name, the prompt, the model.
+    options = options.with_form()
     absent = _is_absent(options)
     many = prompt = None
     if options.jsonl is not None:
@@ -283,7 +284,7 @@ def _answer_once(
     if lost is not None:
         raise lost
     if options.json:
-        _print_json(engine, reply)
+        _print_json(engine, reply, options)
     if mark == "cut" and not options.quiet:
         print_notice(f"(cut off after {len(reply.tokens)} tokens)")
     if options.stats:
@@ -327,13 +328,15 @@ def _view(options: RunOptions) -> View:
     )
 
 
-def _print_json(engine: Engine, reply: Reply) -> None:
+def _print_json(engine: Engine, reply: Reply, options: RunOptions) -> None:
     result: dict[str, Any] = {
         "model": engine.name,
         "text": reply.text,
         "tokens": reply.tokens,
+        **({"logprobs": reply.logprobs_json(engine)} if options.logprobs is not None else {}),
         **({"thinking": reply.thinking} if reply.thinking else {}),
         "finish_reason": reply.finish_reason,
+        **({"stop": reply.stop} if reply.stop is not None else {}),
         "statistics": engine.stats.to_json(),
     }
     write_json_line(sys.stdout, result)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from moechat.chat.chat_options import NAMES, ChatOptions, Generation, require_setting
+from moechat.cli.commands.answer_form import AnswerForm
 from moechat.cli.completion.completers import complete_models
 from moechat.cli.options import PlaceOptions
 from moechat.cli.parameters import argument, flag, option
@@ -14,6 +15,7 @@ from moechat.errors import UsageError
 from moechat.options import as_flag
 from moechat.validation import require_whole
 
+MOST_LOGPROBS = 20
 _HELP = """\
 Chat with a model; with a prompt or piped stdin: one answer, then exit.
 
@@ -29,6 +31,8 @@ moechat run demo
 moechat run demo "Tell me a story about a fox" --max-tokens 200
 
 moechat run ./some-model --ram 2G
+
+moechat run ./some-model "Which animal?" --schema animal.json --json
 
 git diff | moechat run ./some-model "Write a commit message for this change"
 """
@@ -68,6 +72,19 @@ class RunOptions(PlaceOptions):
     ] = None
     repetition_penalty: Annotated[float | None, option("R", "Above 1 discourages repeated tokens.")] = None
     seed: Annotated[int | None, option("N", "Makes sampling reproducible.")] = None
+    stop: Annotated[
+        list[str] | None, option("TEXT", "End the answer before this text; may be given several times.")
+    ] = None
+    schema: Annotated[
+        str | None, option("FILE", "The answer is JSON that a JSON schema in this file allows.")
+    ] = None
+    grammar: Annotated[
+        str | None,
+        option("FILE", "The answer follows the rules in this file: Lark, or GBNF as of llama.cpp."),
+    ] = None
+    logprobs: Annotated[
+        int | None, option("N", "With --json: each token's probability, and the N likeliest, 0 to 20.")
+    ] = None
     system_prompt: Annotated[str | None, option("TEXT", "System prompt, before the conversation.")] = None
     completion: Annotated[
         bool, flag("Continue the prompt as it is, without the chat template.", "--completion")
@@ -117,6 +134,7 @@ class RunOptions(PlaceOptions):
         ),
     ] = False
     origins: Mapping[str, str] = field(default_factory=dict)
+    form: AnswerForm | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,6 +160,16 @@ class RunOptions(PlaceOptions):
                 "--completion uses no chat template; it excludes --system-prompt",
                 hint="put that text at the beginning of the prompt",
             )
+        if self.schema is not None and self.grammar is not None:
+            raise UsageError("--schema and --grammar exclude each other")
+        if self.logprobs is not None:
+            require_whole("--logprobs", self.logprobs, 0, MOST_LOGPROBS)
+            if not (self.json or self.jsonl is not None):
+                raise UsageError("--logprobs are shown by --json and --jsonl only")
+        for text in self.stop or ():
+            _require_utf8("--stop", text)
+            if not text:
+                raise UsageError("--stop is empty; it must be a text")
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other")
 
@@ -159,7 +187,27 @@ class RunOptions(PlaceOptions):
     def settings(self) -> Generation:
         """Settings of answers."""
         values = {name: getattr(self, name) for name in NAMES}
-        return Generation({n: value for n, value in values.items() if value is not None}, self.origins)
+        fixed: dict[str, Any] = {}
+        if self.stop:
+            fixed["stop"] = tuple(self.stop)
+        if self.form is not None:
+            fixed["grammar"] = self.form.grammar()
+        if self.logprobs is not None:
+            fixed["logprobs"] = self.logprobs
+        given = {name: value for name, value in values.items() if value is not None}
+        return Generation(given, self.origins, fixed=fixed)
+
+    def with_form(self) -> RunOptions:
+        """These options with the file of --schema or --grammar read.
+
+        Raises:
+            UsageError: It cannot be read.
+        """
+        if self.schema is not None:
+            return replace(self, form=AnswerForm.read("schema", self.schema))
+        if self.grammar is not None:
+            return replace(self, form=AnswerForm.read("grammar", self.grammar))
+        return self
 
     @property
     def chat(self) -> ChatOptions:
