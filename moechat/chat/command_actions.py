@@ -11,7 +11,7 @@ from moechat.chat.history.session_list import format_summary
 from moechat.chat.history.transcript import format_of, read_from, write_as
 from moechat.chat.terminal.safe_text import one_line
 from moechat.chat.text_files import Stamp, path_of, read_text, write_text
-from moechat.errors import UsageError
+from moechat.errors import SessionsUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,10 +162,25 @@ class Commands:
 
     def _load(self, text: str) -> None:
         path = path_of(unquoted(text))
-        conversation = read_from(read_text(path), str(path))
-        self._session.use_conversation(conversation)
+        loaded = read_from(read_text(path), str(path))
+        stored = self._stored(loaded)
+        self._session.use_conversation(stored or loaded)
         self._session.record()
-        self._say(f"{one_line(str(path))}: {turns_of(conversation)}; the conversation goes on from there")
+        which = "the conversation" if stored is None else f"conversation {stored.key}"
+        self._say(f"{one_line(str(path))}: {turns_of(loaded)}; {which} goes on from there")
+
+    def _stored(self, loaded: Conversation) -> Conversation | None:
+        """The conversation in the database that was saved as the loaded one, if there is one."""
+        if self._session.sessions is None or not self._session.sessions.exists():
+            return None
+        from moechat.chat.history.same_conversation import find_stored
+        from moechat.chat.history.session_database import Sessions
+
+        try:
+            with Sessions(self._session.sessions, existing=True) as sessions:
+                return find_stored(sessions, loaded)
+        except SessionsUnavailableError:  # recording it gives the reason
+            return None
 
     def _read(self, text: str) -> None:
         session = self._session

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from moechat.chat.attachments import without_files
 from moechat.chat.terminal.safe_text import one_line
 
 Mark = Literal["", "stopped", "cut", "failed"]
@@ -117,8 +118,8 @@ def turns_of(conversation: Conversation) -> str:
 
 
 def title_of(question: str) -> str:
-    """A title for a conversation: the beginning of its first message, on one line."""
-    words = " ".join(one_line(" ".join(question.split())).split())
+    """A title for a conversation: the beginning of its first message, without files, on one line."""
+    words = " ".join(one_line(" ".join(without_files(question).split())).split())
     if len(words) <= _TITLE_CHARACTERS:
         return words
     return words[: _TITLE_CHARACTERS - 1].rsplit(" ", 1)[0].rstrip() + "…"

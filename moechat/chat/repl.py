@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moechat.chat.attachments import attach
 from moechat.chat.command_actions import Commands
 from moechat.chat.commands import parse_line
-from moechat.chat.history.transcript import attach
 from moechat.chat.session import ChatSession
 from moechat.chat.signals import no_more_interrupts, uninterrupted
 from moechat.chat.terminal.reader import PlainReader, Reader, new_reader

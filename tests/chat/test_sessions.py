@@ -16,9 +16,11 @@ from chat_support import ScriptedEngine, talk
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moechat.chat.attachments import attach, without_files
 from moechat.chat.chat_options import ChatOptions
 from moechat.chat.conversation import Conversation, Turn, title_of
 from moechat.chat.history import database_schema as schema
+from moechat.chat.history.same_conversation import find_stored
 from moechat.chat.history.session_database import Sessions, sessions_path
 from moechat.chat.history.session_list import format_summary
 from moechat.chat.history.session_recorder import Recorder, resume_conversation
@@ -464,6 +466,67 @@ def test_a_continued_conversation_is_named(path: Path) -> None:
         "(no conversation is kept yet; this is a new one)",
         "conversation 1 goes on: tell me of a fox (1 turn, so far with other)",
     ]
+
+
+def saved(kept: Conversation) -> Conversation:
+    """The conversation as a file gives it back."""
+    return read_from(write_as(kept, "json"), "file")
+
+
+def test_a_loaded_file_goes_on_in_the_conversation_that_it_was_saved_from(path: Path) -> None:
+    with Sessions(path) as sessions:
+        kept, other = conversation(("first", "one"), ("second", "two")), conversation(("first", "one"))
+        other.created = 5.0
+        for one in (kept, other):
+            sessions.keep(one)
+        found = find_stored(sessions, saved(kept))
+        assert found == kept
+        assert found is not None
+        found.add(Turn("third", "three"))
+        sessions.keep(found)
+        assert [line.turns for line in sessions.summaries()] == [3, 1]
+        # It has gone on since: the file is an earlier state, which becomes a conversation of its own.
+        assert find_stored(sessions, saved(kept)) is None
+        longer = saved(found)
+        longer.add(Turn("fourth", "four"))
+        extended = find_stored(sessions, longer)
+        assert extended is not None
+        assert (extended.key, [turn.key is None for turn in extended.turns]) == (1, [False] * 3 + [True])
+        found.undo()
+        sessions.keep(found)
+        assert find_stored(sessions, saved(kept)) is not None
+
+
+def test_a_file_that_only_begins_like_a_stored_conversation_is_a_new_one(path: Path) -> None:
+    with Sessions(path) as sessions:
+        stored = conversation(("first", "one"))
+        stored.created = 1e9
+        sessions.keep(stored)
+        for turns, system in (
+            ([("first", "one"), ("second", "two")], None),
+            ([("first", "other")], None),
+            ([("first", "one")], "be brief"),
+            ([], None),
+        ):
+            loaded = conversation(*turns)
+            loaded.system = system
+            assert find_stored(sessions, loaded) is None
+        messages = '[{"role": "user", "content": "first"}, {"role": "assistant", "content": "one"}]'
+        assert find_stored(sessions, read_from(messages, "file")) == stored
+
+
+def test_titles_leave_attached_files_out(path: Path) -> None:
+    files = [("notes.txt", "buy milk\n```\ncode\n```\n"), ("empty", ""), ("b.md", "text")]
+    for count in range(4):
+        assert title_of(attach(files[:count], "what is\nthis?")) == "what is this?"
+    assert title_of(attach(files[:1], " ")) == title_of("notes.txt: ```` buy milk ``` code ``` ````")
+    assert title_of("notes.txt:\n```\nno end") == "notes.txt: ``` no end"
+
+
+@given(st.lists(st.tuples(st.text("ab:`", min_size=1), st.text("`\n:a"))), st.text("`:a"))
+def test_the_message_behind_any_files_is_found(files: list[tuple[str, str]], rest: str) -> None:
+    question = f"what{rest}"
+    assert without_files(attach(files, question)) == question
 
 
 def test_titles_are_one_short_line() -> None:

@@ -174,6 +174,22 @@ def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[
     assert questions() == ["/etc is a directory"]
 
 
+def test_tab_completes_the_only_match_at_once(terminal: Callable[..., ScriptedChat], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("milk")
+    chat = terminal("one")
+    chat.type("/und\t\r", "there is nothing to undo")
+    chat.wait_prompt()
+    chat.type("/set temp\t0.5\r", "0.5  (set here)")
+    chat.wait_prompt()
+    chat.type("/read no\t\r", "notes.txt goes with your next message")
+    chat.wait_prompt()
+    # Of several matches the common part is completed, and a menu opens.
+    chat.type("/set top\t", "top_k")
+    chat.type("\t", ">>> /set top_p ")
+    chat.type("\x15", ">>>")
+    chat.leave()
+
+
 def test_file_names_are_completed_after_commands_that_take_one(
     terminal: Callable[..., ScriptedChat], tmp_path: Path
 ) -> None:
@@ -195,15 +211,15 @@ def test_a_chat_can_be_saved_loaded_and_continued(terminal: Callable[..., Script
     chat.say("first", "one")
     chat.say("/save talk.json", "saved as")
     chat.say("/clear", "kept as number 1")
-    chat.say("/load talk.json", "1 turn;")
+    chat.say("/load talk.json", "conversation 1 goes on from there")
     chat.say("second", "two")
     chat.leave()
-    assert questions(2) == ["first", "second"]
+    assert questions(1) == ["first", "second"]
     chat = terminal("four", save=True, options={"resume": True})
-    assert "conversation 2 goes on: first (2 turns)" in chat.shown
+    assert "conversation 1 goes on: first (2 turns)" in chat.shown
     chat.say("third", "four")
     chat.leave()
-    assert questions(2) == ["first", "second", "third"]
+    assert questions(1) == ["first", "second", "third"]
 
 
 @pytest.mark.parametrize("columns", [20, 40])

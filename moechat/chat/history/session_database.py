@@ -233,6 +233,18 @@ class Sessions:
             ).fetchone()
         return None if row is None else self.get(row[0])
 
+    def beginning_with(self, turn: Turn) -> list[int]:
+        """The conversations whose first turn has this question and answer, the one used last first."""
+        with self._translated_errors():
+            rows = self._connection.execute(
+                "SELECT conversation FROM turns JOIN conversations ON conversations.id = conversation "
+                "WHERE question = ? AND answer = ? AND turns.id = (SELECT min(id) FROM turns AS all_turns "
+                "WHERE all_turns.conversation = turns.conversation AND taken_back IS NULL) "
+                "ORDER BY updated DESC, conversations.id DESC",
+                (encodable(turn.question), encodable(turn.answer)),
+            ).fetchall()
+        return [row[0] for row in rows]
+
     def summaries(self, *, limit: int | None = None) -> list[Summary]:
         """All conversations, the one used last first."""
         return self._summaries(_HAS_TURNS, (), limit)

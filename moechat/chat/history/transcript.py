@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Collection
 from datetime import datetime
@@ -181,14 +180,3 @@ def _turn(question: str, answer: str, message: dict[str, Any]) -> Turn:
 
 def _text(value: object) -> str:
     return encodable(value) if isinstance(value, str) else ""
-
-
-def attach(files: list[tuple[str, str]], question: str) -> str:
-    """Prepend files to a message, each in a fence longer than any in its text."""
-    parts = []
-    for name, text in files:
-        longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-        fence = "`" * max(3, longest + 1)
-        end = "" if text.endswith("\n") or not text else "\n"
-        parts.append(f"{name}:\n{fence}\n{text}{end}{fence}")
-    return "\n\n".join([*parts, question])

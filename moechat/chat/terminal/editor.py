@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import islice
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -43,6 +44,7 @@ class PromptReader:
 
     def __init__(self, *, keep_history: bool, status: Callable[[], str], warn: Callable[[str], None]) -> None:
         self.typed = False
+        completer = _ChatCompleter()
         stream = sys.stdout if sys.stdout.isatty() else sys.stderr
         output = Vt100_Output.from_pty(
             stream, term=os.environ.get("TERM"), default_color_depth=ColorDepth.from_env()
@@ -54,10 +56,10 @@ class PromptReader:
             multiline=True,
             prompt_continuation=lambda width, row, wrapped: MORE if not wrapped else "",
             history=open_history(keep_history, warn),
-            completer=_ChatCompleter(),
+            completer=completer,
             complete_while_typing=Condition(self._in_command),
             reserve_space_for_menu=_MENU_ROWS,
-            key_bindings=_keys(),
+            key_bindings=_keys(completer),
             rprompt=lambda: FormattedText(
                 [("class:context", "" if get_app().is_done else one_line(status()))]
             ),
@@ -90,7 +92,7 @@ class PromptReader:
         return text.startswith("/") and not text.startswith("//") and "\n" not in text
 
 
-def _keys() -> KeyBindings:
+def _keys(completer: Completer) -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -105,6 +107,23 @@ def _keys() -> KeyBindings:
     @keys.add("c-j")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("tab")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        state = buffer.complete_state
+        if state is None or state.current_completion is None:
+            # The menu of completions while typing comes later, and ignores keys until then.
+            requested = CompleteEvent(completion_requested=True)
+            found = list(islice(completer.get_completions(buffer.document, requested), 2))
+            if len(found) == 1:
+                buffer.cancel_completion()
+                buffer.apply_completion(found[0])
+                return
+        if state is None:
+            buffer.start_completion(insert_common_part=True)
+        else:
+            buffer.complete_next()
 
     return keys
 
