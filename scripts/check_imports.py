@@ -23,7 +23,7 @@ PACKAGE = "moechat"
 # Rooms that share a level do not import each other. The last three levels are single modules.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"bench", "chat", "serve"}),
+    frozenset({"bench", "chat", "remote", "serve"}),
     frozenset({"engine"}),
     frozenset({"tuner", "fetch"}),
     frozenset({"loading", "planning"}),
@@ -34,7 +34,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
     frozenset({"geometry", "reply_formats", "trials"}),
-    frozenset({"atomic_file", "config", "validation"}),
+    frozenset({"atomic_file", "config", "steps", "validation"}),
     frozenset({"errors"}),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

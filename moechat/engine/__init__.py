@@ -3,7 +3,6 @@
 Its public names are also those of the package: ``moechat.load``, ``moechat.Engine`` and so on.
 """
 
-from moechat.engine.answer import FinishReason, Step, TokenLogprob
 from moechat.engine.api import Engine, load
 from moechat.engine.describe import Description
 from moechat.engine.grammar import Grammar
@@ -11,6 +10,7 @@ from moechat.engine.prompt import Message
 from moechat.engine.stats import Stats
 from moechat.loading import Progress
 from moechat.offload.upkeep import Replanned
+from moechat.steps import FinishReason, Step, TokenLogprob
 from moechat.tuner import Tuning
 
 __all__ = [

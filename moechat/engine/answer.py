@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,51 +13,13 @@ from moechat.engine.stop_text import StopText
 from moechat.errors import UsageError
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
+from moechat.steps import FinishReason, Step, TokenLogprob
 from moechat.validation import require_number, require_whole, shown
-
-FinishReason = Literal["stop", "length"]
 
 # As many as OpenAI's API allows to ask for.
 MOST_LOGPROBS = 20
 _MOST_STOPS, _LONGEST_STOP = 64, 4096
 _MOST_BIAS = 100.0
-
-
-class TokenLogprob(NamedTuple):
-    """A token and the natural logarithm of its probability.
-
-    The probability is that of the model's logits, before temperature, penalties, bias and grammar.
-
-    Attributes:
-        token_id: The token.
-        logprob: At most 0.
-    """
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One generated token.
-
-    Attributes:
-        text: Text that became complete; may be empty while a multi-byte character is not, or while the text
-            may begin one of ``stop``.
-        token_id: The token.
-        finish_reason: ``None`` except for the last step: ``stop`` (the model ended, a text of ``stop``
-            appeared, or the grammar is complete) or ``length`` (a limit was reached).
-        stop: The text of ``stop`` that ended the answer.
-        logprob: Of the token, as in :class:`TokenLogprob`; ``None`` unless ``logprobs`` were asked for.
-        top_logprobs: The likeliest tokens, the likeliest first.
-    """
-
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None = None
-    stop: str | None = None
-    logprob: float | None = None
-    top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

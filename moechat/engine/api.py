@@ -22,7 +22,7 @@ import torch
 
 from moechat import _native
 from moechat.config import active_isa
-from moechat.engine.answer import MOST_LOGPROBS, AnswerSettings, Step, stop_texts, token_bias
+from moechat.engine.answer import MOST_LOGPROBS, AnswerSettings, stop_texts, token_bias
 from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
 from moechat.engine.grammar import Grammar
@@ -41,6 +41,7 @@ from moechat.offload.accelerator import require_gpu
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
+from moechat.steps import Step
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_model, require_whole
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from moechat.engine.answer import AnswerSettings, AnswerText, Step, TokenChooser
+from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
 from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import CachedTokens, PromptCache
 from moechat.models.waves import Passed
+from moechat.steps import Step
 
 
 class Decoder:

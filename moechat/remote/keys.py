@@ -1,0 +1,35 @@
+"""Keys for other engines: from the environment, or from the system's keyring. They are never shown."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from moechat.errors import UsageError
+
+VARIABLE = "MOECHAT_API_KEY"
+_SERVICE = "moechat"
+
+
+def api_key(host: str) -> str:
+    """The key for a host; empty if there is none.
+
+    Args:
+        host: Name and port, as in the URL; the name of the keyring's entry.
+
+    Raises:
+        UsageError: The variable holds something that cannot be a key.
+    """
+    key = os.environ.get(VARIABLE, "").strip() or _from_keyring(host)
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise UsageError(f"{VARIABLE} holds no key: it has white space or other characters than ASCII")
+    return key
+
+
+def _from_keyring(host: str) -> str:
+    """From the package ``keyring``, if it is installed: ``keyring set moechat HOST``."""
+    with suppress(Exception):  # it is a convenience; its back ends fail in many ways
+        import keyring  # type: ignore[import-not-found, unused-ignore]
+
+        return keyring.get_password(_SERVICE, host) or ""
+    return ""
