@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from moechat.reply_formats.call_sink import CallSink
 from moechat.reply_formats.json_calls import checked_name, read_arguments
@@ -44,12 +45,14 @@ def read_messages(
     """
     mark = begin
     while mark:
-        thought = False
-        if mark in _ENDS:
-            pass  # text without a header
-        else:
+        thought = False  # behind the end of a message stands text without a header
+        if mark not in _ENDS:
             thought = yield from _read_header(source, sink, emit, mark, with_calls=with_calls)
-        mark = yield from source.pass_to(_IN_TEXT, lambda piece, thought=thought: emit(piece, thought))  # type: ignore[misc]
+        mark = yield from source.pass_to(_IN_TEXT, partial(_emit, emit, thought))
+
+
+def _emit(emit: EmitText, thought: bool, text: str) -> None:
+    emit(text, thought)
 
 
 def _read_header(

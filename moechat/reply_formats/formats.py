@@ -30,6 +30,7 @@ _QWEN_XML = TaggedCalls(
     value_close="</parameter>",
     close="</function>",
     closers=("</function>", "</tool_call>"),
+    framed=True,
     trim_lines=True,
     lines=True,
 )
@@ -42,7 +43,7 @@ _SEED_XML = TaggedCalls(
     value_close="</parameter>",
     close="</function>",
     closers=("</function>", "</seed:tool_call>"),
-    trim_lines=True,
+    framed=True,
     lines=True,
 )
 _GLM = TaggedCalls(

@@ -51,7 +51,7 @@ def read_json_calls(
         yield from _read_object(source, sink, calls, names)
         end = source.at
         yield from source.space()
-        if names is not None and (yield from source.take(";", ",")):
+        if calls.bare_begin and (yield from source.take(";", ",")):
             yield from source.space()
         if (yield from source.peek()) != "{":
             source.at = end

@@ -100,6 +100,7 @@ class TaggedCalls(CallMarks):
         value_close: Behind the value.
         string_key_end: Behind the name of an argument that is a string, where the notation distinguishes
             them; ``key_end`` is then behind those of others, whose values are JSON.
+        framed: Every call stands in a frame of its own, as it is written; otherwise all stand in one.
         trim_lines: A line break at the begin and at the end of a value belongs to its tags.
         lines: Line breaks stand between tags, as it is written; all forms are read.
     """
@@ -111,6 +112,7 @@ class TaggedCalls(CallMarks):
     value_open: str = ""
     value_close: str
     string_key_end: str = ""
+    framed: bool = False
     trim_lines: bool = False
     lines: bool = False
 

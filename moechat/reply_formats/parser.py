@@ -23,7 +23,8 @@ class ReplyParser:
     - The answer loses white space after a thought and around calls; chat templates write it again.
     - A call that is malformed stays text, as the model wrote it; the calls behind it are read. If that turns
       out after its ``CallBegin``, there is a ``CallBroken`` instead of a ``CallEnd``.
-    - A call whose arguments are complete at the end of the reply is complete, even without its last mark.
+    - A call whose arguments are certainly complete at the end of the reply is complete, even without its last
+      mark: behind JSON it is not needed, behind tags it is.
     - A name that none of the tools has is still a call: the client decides. The exception are calls without
       any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
     - A call within a thought ends the thought: models forget the mark that does.

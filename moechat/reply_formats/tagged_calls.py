@@ -57,7 +57,7 @@ def _read_arguments(source: Source, emit: Emit, calls: TaggedCalls, tool: Tool |
         if mark != calls.key_open:
             if mark in outer:
                 source.at = here  # the call's own closing tag is missing
-            elif not mark and not (source.exhausted and keys):
+            elif not mark:
                 raise MalformedError
             emit("}")
             return

@@ -55,6 +55,18 @@ def type_name(value: object) -> str:
     return "string" if isinstance(value, str) else "object" if isinstance(value, Mapping) else "array"
 
 
+def text_options(schema: Mapping[str, Any]) -> list[str] | None:
+    """The texts that a value may be, if the schema lists them (``enum``, ``const``); otherwise ``None``."""
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    if (
+        isinstance(options, list)
+        and options
+        and all(isinstance(option, str) and option for option in options)
+    ):
+        return options
+    return None
+
+
 def typed_value(text: str, types: frozenset[str]) -> Any:
     """The value that a text stands for.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 from moechat.reply_formats import Event, ReplyFormat, ReplyParser, Tool, merged, validated_tools
+from moechat.reply_formats.channels import CHANNEL_MARKS
 
 # Arguments of every JSON type.
 WEATHER = {
@@ -65,6 +67,19 @@ def divided(text: str, cuts: Sequence[int]) -> list[str]:
     """The text cut at these places."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     return [text[begin:end] for begin, end in itertools.pairwise(places)]
+
+
+def call_marks(format: ReplyFormat) -> list[str]:
+    """Marks of a format that tokenizers have as single tokens."""
+    calls = format.calls
+    assert calls is not None
+    marks = (
+        [*CHANNEL_MARKS] if format.channels else [*calls.begins, *calls.frames, *calls.closers, *calls.inner]
+    )
+    marks += [mark for thought in format.thoughts for mark in (thought.open, thought.close)]
+    if "｜DSML｜" in marks:  # the token within all the others
+        return ["｜DSML｜", "<think>", "</think>"]
+    return [mark for mark in dict.fromkeys(marks) if re.fullmatch(r"<[^ =]+>|\[[A-Z/_]+\]", mark)]
 
 
 CUTS = st.lists(st.integers(0, 1 << 16), max_size=8)
