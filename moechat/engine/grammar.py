@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from moechat.errors import MoechatError, UsageError, one_line
+from moechat.reply_formats.lark import JSON_SPACE
 
 # Characters of a token that may hold a mark.
 _LONGEST_TOKEN = 256
-# A space, or a line break and an indent: small models write white space without end where any is allowed.
-_JSON_OPTIONS = {"whitespace_pattern": r"( |\r?\n[ \t]{0,20})?"}
+_JSON_OPTIONS = {"whitespace_pattern": JSON_SPACE}
 _LARK_GUIDE = "the syntax is that of llguidance, a dialect of Lark: https://github.com/guidance-ai/llguidance"
 
 

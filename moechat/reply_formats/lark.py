@@ -16,6 +16,10 @@ _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 # Any text; special tokens cannot occur in it.
 ANY_TEXT = "(?s:.)*"
 
+# White space within JSON: a space, or a line break and an indent. Small models write it without end where any
+# amount is allowed.
+JSON_SPACE = r"( |\r?\n[ \t]{0,20})?"
+
 
 def grammar_tokens(added: Mapping[str, int], special: Sequence[str] = ()) -> dict[str, int]:
     """The tokens that a grammar has to name by their ids.
@@ -93,7 +97,8 @@ class LarkWriter:
         shared = {
             key: (definitions or {})[key] for key in ("$defs", "definitions") if key in (definitions or {})
         }
-        return f"%json {json.dumps({'x-guidance': {'lenient': True}, **shared, **schema})}"
+        options = {"x-guidance": {"lenient": True, "whitespace_pattern": JSON_SPACE}}
+        return f"%json {json.dumps({**options, **shared, **schema})}"
 
     def _parts(self, text: str) -> tuple[str, str, str]:
         """The text before the first special token in it, the token, the rest."""

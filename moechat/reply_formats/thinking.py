@@ -16,6 +16,8 @@ from moechat.reply_formats.formats import ANY_THINKING
 from moechat.reply_formats.notations import ReplyFormat
 from moechat.reply_formats.parser import ReplyParser
 
+_FINAL_CHANNEL = "<|channel|>final<|message|>"
+
 
 class Part(NamedTuple):
     """A piece of output.
@@ -75,6 +77,16 @@ def thought_end(prompt_end: str, format: ReplyFormat = ANY_THINKING) -> str:
     end = prompt_end.rstrip()
     found = (mark.close for mark in format.thoughts if end.endswith((mark.open + mark.label).rstrip()))
     return next(found, "")
+
+
+def answer_begin(prompt_end: str, format: ReplyFormat = ANY_THINKING) -> str:
+    """The mark behind which the answer begins; empty if it begins at once.
+
+    Args:
+        prompt_end: As for :func:`opens_thought`, and so is ``format``.
+        format: The model's format.
+    """
+    return _FINAL_CHANNEL if format.channels else thought_end(prompt_end, format)
 
 
 def _parts(events: Iterable[Event]) -> list[Part]:

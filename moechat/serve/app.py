@@ -27,7 +27,7 @@ from moechat.serve.jobs import Begun, Failed, Job
 from moechat.serve.openai_chat import ChatAnswer, ChatRequest
 from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
 from moechat.serve.openai_responses import ResponseAnswer, ResponseRequest
-from moechat.serve.replies import Reply, parser_of
+from moechat.serve.replies import Reply, reply_of
 from moechat.serve.settings import ServeSettings
 from moechat.serve.worker import Worker
 
@@ -118,10 +118,9 @@ class Service:
         if isinstance(event, Failed):
             raise event.error
         assert isinstance(event, Begun)
-        parser = None
-        if conversation is not None:
-            parser = parser_of(conversation.format, conversation.offered, event.prompt_end)
-        return Reply(job, event, parser)
+        if conversation is None:
+            return Reply(job, event)
+        return reply_of(job, event, conversation.format, conversation.offered)
 
     # ---- facts
 

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moechat.engine import Grammar
 from moechat.errors import UsageError
-from moechat.reply_formats import FORMATS, ReplyFormat, Tool, detect, to_template_messages
-from moechat.reply_formats.thinking import thought_end
+from moechat.reply_formats import (
+    FORMATS,
+    ReplyFormat,
+    Tool,
+    call_grammar,
+    detect,
+    grammar_tokens,
+    to_template_messages,
+)
+from moechat.reply_formats.thinking import answer_begin, opens_thought
 from moechat.serve.jobs import Job
 
 if TYPE_CHECKING:
@@ -85,18 +93,19 @@ class Conversation:
         return ids
 
     def _grammar(self, engine: Engine) -> Grammar:
-        after = thought_end(self._end, self.format)
         if self._must_call:
-            from moechat.reply_formats import call_grammar
-
+            tokenizer = engine.prompts.tokenizer
             rules = call_grammar(
                 self.format,
                 self.offered,
-                parallel=self.parallel,
-                special=frozenset(engine.prompts.special_tokens),
+                self.named or None,
+                self.parallel,
+                tokens=grammar_tokens(tokenizer.added_tokens_encoder, tokenizer.all_special_tokens),
+                thinking=opens_thought(self._end, self.format),
             )
-            return Grammar.lark(rules, after=after)
-        schema = self.schema or {"type": "object"}
-        return Grammar.json_schema(schema, after=after)
+            return Grammar.lark(rules)
+        return Grammar.json_schema(
+            self.schema or {"type": "object"}, after=answer_begin(self._end, self.format)
+        )
 
     _end: str = ""

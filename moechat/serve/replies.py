@@ -54,6 +54,7 @@ class Reply:
         stop: The stop text that ended it.
         stats: At the end.
         thought_tokens: Tokens of thinking, its marks included.
+        in_thought: The last text was thinking; at the beginning: the prompt ends inside a thought.
     """
 
     job: Job
@@ -63,7 +64,7 @@ class Reply:
     stop: str | None = None
     stats: Stats | None = None
     thought_tokens: int = 0
-    _in_thought: bool = False
+    in_thought: bool = False
     _seen: list[ReplyEvent] = field(default_factory=list)
 
     async def pieces(self) -> AsyncIterator[Piece | Waiting]:
@@ -116,11 +117,12 @@ class Reply:
             self.finish_reason, self.stop, self.stats = step.finish_reason, step.stop, drawn.stats
         self._seen += events
         if events:
-            self._in_thought = any(isinstance(event, Text) and event.thought for event in events)
-        self.thought_tokens += self._in_thought
+            self.in_thought = any(isinstance(event, Text) and event.thought for event in events)
+        self.thought_tokens += self.in_thought
         return Piece(tuple(events), step)
 
 
-def parser_of(format: ReplyFormat, tools: Sequence[Tool], prompt_end: str) -> ReplyParser:
-    """The parser for a reply to a prompt that ends so."""
-    return ReplyParser(format, tools, thinking=opens_thought(prompt_end, format))
+def reply_of(job: Job, begun: Begun, format: ReplyFormat, tools: Sequence[Tool]) -> Reply:
+    """The reply to messages; its thinking and its calls are separated."""
+    thinking = opens_thought(begun.prompt_end, format)
+    return Reply(job, begun, ReplyParser(format, tools, thinking=thinking), in_thought=thinking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def tools(tools_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A server of that model."""
     with serving(tmp_path_factory.mktemp("serve-tools"), str(tools_model)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def calls_soon(tools_model: Path) -> dict[str, int]:
+    """A bias for that model: it writes ``<tool_call>``, not ``<think>``, and ends behind a call."""
+    content = json.loads((tools_model / "tokenizer.json").read_text())
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    return {str(content["model"]["vocab"]["h"]): -100, str(added["<|end|>"]): 100}
 
 
 @pytest.fixture

@@ -137,9 +137,12 @@ def test_errors_are_those_of_its_client(api: anthropic.Anthropic) -> None:
 # ---- tools
 
 
-def test_a_call_that_is_demanded_is_made_and_its_result_is_taken(tools: ServerProcess) -> None:
+def test_a_call_that_is_demanded_is_made_and_its_result_is_taken(
+    tools: ServerProcess, calls_soon: dict[str, int]
+) -> None:
     with client_of(tools) as api:
-        options: Any = {"model": "tools", "max_tokens": 200, "tools": [TOOL], "tool_choice": {"type": "any"}}
+        options: Any = {"max_tokens": 200, "tools": [TOOL], "tool_choice": {"type": "any"}}
+        options["extra_body"] = {"logit_bias": calls_soon}
         options["model"] = api.models.list().data[0].id
         found = api.messages.create(messages=STORY, **options)
         assert found.stop_reason == "tool_use"
@@ -160,7 +163,7 @@ def test_a_call_that_is_demanded_is_made_and_its_result_is_taken(tools: ServerPr
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"}]},
         ]
         answer = api.messages.create(
-            messages=turn, **{**options, "max_tokens": 5, "tool_choice": {"type": "none"}}
+            messages=turn, **{**options, "max_tokens": 5, "tool_choice": {"type": "none"}, "extra_body": {}}
         )
         assert answer.stop_reason == "max_tokens"
 
