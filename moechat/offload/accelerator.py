@@ -86,7 +86,7 @@ def require_gpu(ordinal: int) -> torch.device:
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
         raise DeviceUnavailableError(
             f"no CUDA GPU can be used: {why}",
-            hint="`moechat profile` shows what the driver reports; without --vram, --device cpu works",
+            hint="`moechat doctor` shows the GPUs of the driver; without --vram, --device cpu works",
         )
     if ordinal >= torch.cuda.device_count():
         raise DeviceUnavailableError(

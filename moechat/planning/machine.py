@@ -158,8 +158,8 @@ def find_machine(profile: str | Path | HardwareProfile | None, *, gpu: bool | No
         if here is None:
             raise UsageError(
                 "--vram needs a GPU, and this machine has none that moechat can use",
-                hint="--gpu NAME plans for another machine (--list-gpus shows them); "
-                "without both the plan is for this one",
+                hint="--gpu NAME plans for another machine (--list-gpus shows them); without both the plan "
+                "is for this one; `moechat doctor` shows why a GPU that is here cannot be used",
             )
         return Machine(here, True, "gpu", tuple(remarks))
     found = profile if isinstance(profile, HardwareProfile) else _described(profile)

@@ -28,6 +28,13 @@ _KINDS: Mapping[Origin, str] = {
     "estimate": "assumed",
 }
 _BOTH = "moved from RAM and the disk"
+_GPU_IS_NEW = "running on a GPU is new, and no speed of it has been measured yet"
+_ASSUMED_COSTS = "C and θ rest on assumed costs"
+_ASSUMED = "assumed, not measured: "
+UNMEASURED = "this machine has not been measured, so no speed is given: `moechat profile` measures it"
+NO_DISK_SPEED = (
+    "the speed of the disk could not be measured, so none is given here: `moechat profile` gives the reason"
+)
 
 
 def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
@@ -63,7 +70,12 @@ def assumed_note(machine: Machine, figures: Mapping[str, Figure]) -> str:
         return ""
     names = [name.partition(",")[0] for name in (*kinds["assumed"], *kinds["published"])]
     shown = ", ".join(dict.fromkeys(names))
-    return f"assumed, not measured: {shown}; `moechat profile --refresh` measures this GPU"
+    return f"{_ASSUMED}{shown}; `moechat profile --refresh` measures this GPU"
+
+
+def is_detail(note: str) -> bool:
+    """Whether a note is about how a plan was made, not about the model or the memory."""
+    return note in (UNMEASURED, NO_DISK_SPEED, _GPU_IS_NEW) or note.startswith((_ASSUMED_COSTS, _ASSUMED))
 
 
 def notes(
@@ -91,7 +103,7 @@ def notes(
     if machine.here and ram is not None and ram > total_bytes():
         sentences.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
     if machine.near == "gpu":
-        sentences.append("running on a GPU is new, and no speed of it has been measured yet")
+        sentences.append(_GPU_IS_NEW)
     if far is not None and far.kind == "ram+disk":
         sentences.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
@@ -103,17 +115,11 @@ def notes(
             f"copied more slowly: {MORE_PINNED}"
         )
     if profile is None:
-        sentences.append(
-            "this machine has not been measured, so no speed is given: `moechat profile` measures it"
-        )
+        sentences.append(UNMEASURED)
     elif machine.figures is None:
-        sentences.append(
-            "the speed of the disk could not be measured, so none is given here: see `moechat profile`"
-        )
+        sentences.append(NO_DISK_SPEED)
     if machine.figures is None and far is not None:
-        sentences.append(
-            f"C and θ rest on assumed costs of link, memory and experts, not on figures of {machine.title}"
-        )
+        sentences.append(f"{_ASSUMED_COSTS} of link, memory and experts, not on figures of {machine.title}")
     if machine.here and machine.near == "ram" and profile is not None and profile.gpu is not None:
         sentences.append(f"--vram plans for the {profile.gpu.name} of this machine")
     return tuple(sentences)

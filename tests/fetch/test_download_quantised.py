@@ -41,7 +41,7 @@ def test_shards_are_decoded_as_they_arrive(inside: Cli, hub: Hub, tmp_path: Path
     shown = json.loads(inside.call("show", "tiny/moe-fp8", "--json").out)
     assert shown["source_format"] == "FP8 in blocks of 48 x 40"
     assert "made from   FP8 in blocks" in inside.call("show", "tiny/moe-fp8").out.decode()
-    planned = inside.call("plan", "tiny/moe-fp8")
+    planned = inside.call("plan", "tiny/moe-fp8", "-v")
     assert "4 bits (the checkpoint has FP8 in blocks of 48 x 40)" in planned.out.decode(), planned.err
 
 
@@ -72,7 +72,7 @@ def test_what_contradicts_itself_is_refused_before_a_weight_is_fetched(
     assert "in blocks of 128 x 128 it would be" in done.err
     planned = inside.call("plan", str(packed))
     assert planned.status == 0, planned.err
-    assert "note: the weights cannot be loaded:" in planned.out.decode()
+    assert "note   the weights cannot be loaded:" in planned.out.decode()
     assert not models(inside).exists()
 
 
@@ -93,5 +93,5 @@ def test_what_a_kernel_reads_is_kept_and_named(inside: Cli, hub: Hub, tmp_path: 
     text = inside.call("show", "tiny/moe-int4").out.decode()
     assert "kept as     Q4_0" in text
     assert "made from   4-bit integers in groups of 32" in text
-    planned = inside.call("plan", "tiny/moe-int4").out.decode()
+    planned = inside.call("plan", "tiny/moe-int4", "-v").out.decode()
     assert "Q4_0 (the checkpoint has 4-bit integers in groups of 32)" in planned

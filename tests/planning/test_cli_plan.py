@@ -32,11 +32,11 @@ def test_a_missing_model_is_reported_before_the_machine_is_examined(cli: Cli) ->
 
 
 def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
-    result = cli.call("plan", "mixtral", "--vram", "12G", *GPU)
+    result = cli.call("plan", "mixtral", "--vram", "12G", "-v", *GPU)
     assert (result.status, result.err) == (0, "")
     text = result.out.decode()
-    assert text.startswith("mixtral-8x7b: 46.7 billion parameters, 12.7 billion for a token")
     for words in (
+        "mixtral-8x7b: 46.7 billion parameters, 12.7 billion for a token",
         "VRAM               11.4 GiB  available",
         "12 GiB of graphics memory were given, but only 11.4 GiB are available: the CUDA context of 448 MiB "
         "and 95 % of the 11.6 GiB free beside it; other programs may need the rest",
@@ -58,9 +58,29 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
     assert max(map(len, text.splitlines())) <= 200
 
 
+def test_a_plan_begins_with_what_the_owner_of_a_machine_wants_to_know(cli: Cli) -> None:
+    whole = cli.call("plan", "mixtral", "--vram", "12G", "-v", *GPU).out.decode().splitlines()
+    short = cli.call("plan", "mixtral", "--vram", "12G", *GPU).out.decode().splitlines()
+    title, fits, speed, limit, note, more = short
+    assert title == "mixtral-8x7b with 4 bits on Desktop with a GeForce RTX 3060 12 GB, 32 GB of DDR4-3200"
+    assert re.match(r"fits +23 % of the experts in 11.4 GiB of VRAM, all of them in RAM; 11,520 tokens", fits)
+    about = re.match(r"speed +about ([\d.]+) tokens a second, ([\d.]+) to ([\d.]+) \(an estimate", speed)
+    assert about is not None
+    assert float(about[2]) < float(about[1]) < float(about[3])
+    assert re.match(r"limit +missing experts, .*: \d+ % of a token's time", limit)
+    assert re.match(r"note +12 GiB of graphics memory were given, but only 11.4 GiB", note)
+    assert more.startswith("-v shows")
+    assert whole[:5] == short[:5]
+    assert len(whole) > 30
+    all_near = cli.call("plan", "olmoe", "--vram", "12G", *GPU).out.decode()
+    assert re.search(r"fits +all experts in [\d.]+ GiB of 11.4 GiB of VRAM", all_near)
+    unmeasured = cli.call("plan", "demo").out.decode()
+    assert re.search("speed +this machine has not been measured, .*`moechat profile`", unmeasured)
+
+
 def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
     # Without a choice of strategy, which may keep as many experts in every layer.
-    result = cli.call("plan", "qwen3", "--vram", "4500M", "--system", "moepic", *GPU)
+    result = cli.call("plan", "qwen3", "--vram", "4500M", "--system", "moepic", "-v", *GPU)
     assert result.status == 0, result.err
     lines = result.out.decode().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
@@ -76,7 +96,7 @@ def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
 def test_without_unicode_the_picture_is_ascii(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.cli.commands.plan._is_utf8", lambda: False)
     for model, vram in (("qwen3", "6G"), ("mixtral", "12G")):
-        result = cli.call("plan", model, "--vram", vram, *GPU)
+        result = cli.call("plan", model, "--vram", vram, "-v", *GPU)
         assert result.status == 0, result.err
         assert set(result.out.decode()) - set(map(chr, range(128))) <= {"θ"}
 
@@ -120,7 +140,7 @@ def test_a_closed_pipe_ends_the_command_quietly(cli: Cli, config: str) -> None:
 
 
 def test_lines_are_not_truncated_on_a_terminal(cli: Cli, config: str) -> None:
-    terminal = cli.terminal("plan", config, "--vram", "900M", *GPU, forked=True)
+    terminal = cli.terminal("plan", config, "--vram", "900M", "-v", *GPU, forked=True)
     terminal.expect("tokens a second")
     terminal.expect("this plan")
     terminal.expect("has been measured yet")
@@ -209,7 +229,7 @@ def test_figures_measured_elsewhere_are_not_used_for_this_machine(
         text = text.replace(f'"{origin}"', '"measured"')
     own = tmp_path / "friends-pc.toml"
     own.write_text(text)
-    result = cli.call("plan", config, "--vram", "900M", "--gpu", str(own))
+    result = cli.call("plan", config, "--vram", "900M", "--gpu", str(own), "-v")
     assert result.status == 0, result.err
     said = result.out.decode()
     # What its kernels reach is not in such a file.

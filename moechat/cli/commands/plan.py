@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from moechat.cli.commands.plan_arguments import PlanCommand
+from moechat.cli.commands.plan_summary import TIERS, summary_rows
 from moechat.cli.terminal.consoles import write_output
 from moechat.cli.terminal.load_progress import format_bytes, format_seconds
 from moechat.cli.terminal.page import Page
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from moechat.planning.cpu_range import CpuEnd, CpuRange
     from moechat.planning.result import LayerTargets, Speed
 
-_TIERS = {"vram": "VRAM", "ram": "RAM"}
 _ORIGINS = {
     "datasheet": "data sheet",
     "published": "published",
@@ -50,7 +50,9 @@ def plan(command: PlanCommand) -> int:
     if command.json:
         text = json.dumps(made.to_json(), indent=1, ensure_ascii=not _is_utf8()) + "\n"
     else:
-        text = render(made)
+        text = render_summary(made, whole=command.verbose)
+        if command.verbose:
+            text += "\n" + render(made)
     write_output(sys.stdout, text)
     return 0
 
@@ -71,8 +73,23 @@ def _list_gpus() -> int:
     return 0
 
 
+def render_summary(made: Plan, *, whole: bool) -> str:
+    """The plan in a few lines.
+
+    Args:
+        made: The plan.
+        whole: The rest of it follows.
+    """
+    page = Page()
+    page.line(f"{made.model} with {made.experts_form} on {made.machine_title}", "bold")
+    page.pairs(summary_rows(made))
+    if not whole:
+        page.line("-v shows all of it: memory part by part, layers, figures, other budgets", "dim")
+    return page.text
+
+
 def render(made: Plan) -> str:
-    """The plan as text for people."""
+    """All of the plan as text for people."""
     page = Page()
     page.line(_headline(made))
     page.line()
@@ -131,7 +148,7 @@ def _memory(made: Plan) -> Table:
     table = _table(("", "left"), ("", "right"), ("", "left"))
     for tier in made.tiers:
         given = "given" if tier.given else "available"
-        table.add_row(_TIERS[tier.name], format_bytes(tier.budget), given, style="bold")
+        table.add_row(TIERS[tier.name], format_bytes(tier.budget), given, style="bold")
         for part in tier.parts:
             words: str = part.basis
             if part.name == "experts":
@@ -150,7 +167,7 @@ def _memory(made: Plan) -> Table:
 
 
 def _print_layers(page: Page, made: Plan) -> None:
-    near = _TIERS[made.near]
+    near = TIERS[made.near]
     groups = _groups(made.layers)
     page.line(f"experts kept in {near}: C of {made.experts} a layer, θ of each", "bold")
     if len(groups) <= _MOST_ROWS:
@@ -214,7 +231,7 @@ def _heights(shares: Sequence[float]) -> str:
 
 
 def _speed(made: Plan, speed: Speed) -> Table:
-    decode, near = speed.decode, _TIERS[made.near]
+    decode, near = speed.decode, TIERS[made.near]
     table = _table(("", "left"), ("", "left"))
     table.add_row(
         "tokens a second",
@@ -317,7 +334,7 @@ def _rate(rate: float) -> str:
 
 
 def _budgets(made: Plan) -> Table:
-    near = _TIERS[made.near]
+    near = TIERS[made.near]
     table = _table((f"with {near}", "right"), ("tokens a second", "right"), ("", "left"))
     rows = [(entry.nbytes, entry.tokens_per_s, _BUDGETS.get(entry.name, "")) for entry in made.other_budgets]
     assert made.speed is not None

@@ -12,7 +12,7 @@ from moechat.errors import UsageError
 from moechat.options import as_flag
 
 _PLAN_HELP = """\
-Show the memory that a model needs and its expected speed, without loading it.
+Show whether a model fits, its expected speed and what limits that, without loading it.
 
 With --vram or --gpu, plans for a GPU, otherwise for this machine as `moechat run` uses it. The \
 model need not be downloaded: the shapes of known models are built in; others need only a config.json.
@@ -98,6 +98,10 @@ class PlanCommand(ServingOptions):
             complete_machines,
         ),
     ] = None
+    verbose: Annotated[
+        bool,
+        flag("Also memory part by part, layers, figures, other budgets and notes.", "--verbose", "-v"),
+    ] = False
     json: Annotated[bool, flag("Print the plan as one JSON object.", "--json")] = False
     list_gpus: Annotated[bool, flag("Show the reference machines and exit.", "--list-gpus")] = False
 

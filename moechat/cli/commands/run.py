@@ -101,7 +101,9 @@ def _dry_run(options: RunOptions) -> int:
     from moechat.cli.commands.plan import plan
     from moechat.cli.commands.plan_arguments import PlanCommand
 
-    return plan(PlanCommand(model=options.model, json=options.json, **options.shared))
+    return plan(
+        PlanCommand(model=options.model, json=options.json, verbose=options.verbose, **options.shared)
+    )
 
 
 def _is_absent(options: RunOptions) -> bool:
