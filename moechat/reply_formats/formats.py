@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from moechat.reply_formats.notations import (
@@ -17,7 +18,8 @@ from moechat.reply_formats.notations import (
 
 THINK = (ThoughtMarks("<think>", "</think>"),)
 _SEED = (ThoughtMarks("<seed:think>", "</seed:think>"),)
-_MISTRAL = (ThoughtMarks("[THINK]", "[/THINK]", anywhere=True),)
+# Mistral's first thinking models wrote the usual marks.
+_MISTRAL = (ThoughtMarks("[THINK]", "[/THINK]", anywhere=True), *THINK)
 _COHERE = (ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),)
 _GEMMA = (ThoughtMarks("<|channel>", "<channel|>", label="thought\n", anywhere=True),)
 
@@ -55,6 +57,7 @@ _GLM = TaggedCalls(
     value_close="</arg_value>",
     close="</tool_call>",
     closers=("</tool_call>",),
+    inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     lines=True,
 )
 _MINIMAX = TaggedCalls(
@@ -68,6 +71,35 @@ _MINIMAX = TaggedCalls(
     closers=("</invoke>", "</minimax:tool_call>"),
     lines=True,
 )
+
+
+def _hunyuan(suffix: str = "", separator: str = "\n") -> ReplyFormat:
+    """Hy-V3's and Hy-V4's format: GLM's tags in a frame, each with a suffix that a checkpoint chooses."""
+    end = f"{suffix}>"
+    calls = TaggedCalls(
+        frames=(f"<tool_calls{end}",),
+        begins=(f"<tool_call{end}",),
+        name_end=separator,
+        key_open=f"<arg_key{end}",
+        key_end=f"</arg_key{end}",
+        value_open=f"<arg_value{end}",
+        value_close=f"</arg_value{end}",
+        close=f"</tool_call{end}",
+        closers=(f"</tool_call{end}", f"</tool_calls{end}"),
+        inner=(f"<arg_key{end}", f"</arg_key{end}", f"<arg_value{end}", f"</arg_value{end}", separator),
+        lines=True,
+    )
+    return ReplyFormat(f"hunyuan{suffix}", (ThoughtMarks(f"<think{end}", f"</think{end}"),), calls)
+
+
+def _find_hunyuan(texts: str) -> ReplyFormat | None:
+    """The format of a Hy model whose template or tokens are in ``texts``."""
+    block = re.search(r"<tool_calls(:[^\s<>]+)?>", texts)
+    suffix = block[1] or "" if block else ""
+    if block is None or f"<arg_key{suffix}>" not in texts:
+        return None
+    separator = f"<tool_sep{suffix}>"
+    return _hunyuan(suffix, separator if separator in texts else "\n")
 
 
 def _dsml(block: str, space: str = "") -> TaggedCalls:
@@ -259,10 +291,10 @@ _THOUGHTS_ONLY = (
 )
 
 # What any model may write, for a chat without tools.
-ANY_THINKING = ReplyFormat("any-thinking", (*THINK, *_SEED, *_MISTRAL, *_GEMMA, *_COHERE), channels=True)
+ANY_THINKING = ReplyFormat("any-thinking", (*_SEED, *_MISTRAL, *_GEMMA, *_COHERE), channels=True)
 
 FORMATS: dict[str, ReplyFormat] = {
-    found.name: found for found in (*(row[-1] for row in (*TABLE, *_THOUGHTS_ONLY)), PLAIN)
+    found.name: found for found in (*(row[-1] for row in (*TABLE, *_THOUGHTS_ONLY)), _hunyuan(), PLAIN)
 }
 
 
@@ -278,6 +310,8 @@ def detect(chat_template: str | None, special_tokens: Collection[str] = ()) -> R
         The format whose marks were found; without any, one without calls of tools.
     """
     template = chat_template or ""
+    if (hunyuan := _find_hunyuan("\n".join((template, *special_tokens)))) is not None:
+        return hunyuan
     for marks, found in TABLE:
         if all(mark in template for mark in marks):
             if found.name == "mistral-json" and "[ARGS]" in special_tokens:

@@ -132,6 +132,9 @@ class _Converter:
             converted["content"] = _content(content, f"{place}.content")
         if calls:
             converted["tool_calls"] = calls
+            if self._format.channels and thinking and converted["content"]:
+                # gpt-oss's template refuses both beside calls, and writes a content there as thinking.
+                thinking, converted["content"] = f"{thinking}\n\n{converted['content']}", ""
         if thinking:
             converted[self._format.thinking_field] = thinking
         return converted

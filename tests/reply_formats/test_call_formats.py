@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reply_support import CUTS, TOOLS, call_marks, divided, parse, parse_tokens, same_however_divided
 
-from moechat.reply_formats import FORMATS, CallBegin, CallEnd, ReplyParser, Text, merged, whole_reply
+from moechat.reply_formats import FORMATS, CallBegin, CallEnd, ReplyParser, Text, detect, merged, whole_reply
 from moechat.reply_formats.events import Call, CallArguments, CallBroken
 
 ARGUMENTS = '{"city": "Paris", "days": 3, "place": {"street": "x"}}'
@@ -76,6 +76,21 @@ Paris
         "Sure.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
         '<arg_value>3</arg_value><arg_key>place</arg_key><arg_value>{"street": "x"}</arg_value></tool_call>'
         "<tool_call>now</tool_call>",
+    ),
+    (
+        "hunyuan",
+        """Sure.<tool_calls>
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+<arg_key>place</arg_key>
+<arg_value>{"street": "x"}</arg_value>
+</tool_call>
+<tool_call>now
+</tool_call>
+</tool_calls>""",
     ),
     (
         "minimax",
@@ -254,6 +269,22 @@ def test_damaged_replies_give_the_same_events_however_divided(
     if not whole_reply(held).calls and name != "gpt-oss":  # whose headers are not text
         kept = "".join(event.text for event in held if isinstance(event, Text))
         assert re.sub(r"\s", "", kept) == re.sub(r"\s", "", damaged)
+
+
+@pytest.mark.parametrize("separator", ["", "<tool_sep:6f>"])
+def test_hunyuans_marks_have_the_suffix_of_the_checkpoint(separator: str) -> None:
+    text = (
+        f"<think:6f>hm</think:6f>Sure.<tool_calls:6f><tool_call:6f>get_weather{separator}<arg_key:6f>city</arg_key:6f>"
+        "<arg_value:6f>Paris</arg_value:6f></tool_call:6f></tool_calls:6f>"
+    )
+    found = detect(None, ["<tool_calls:6f>", "<arg_key:6f>", *filter(None, [separator])])
+    assert found.name == "hunyuan:6f"
+    reply = whole_reply(same_however_divided(found, text))
+    assert (reply.thinking, reply.text, reply.calls) == (
+        "hm",
+        "Sure.",
+        (Call("get_weather", '{"city": "Paris"}'),),
+    )
 
 
 def test_kimi_and_mistral_give_ids() -> None:

@@ -65,6 +65,18 @@ def test_thinking_is_kept_under_the_name_of_the_template() -> None:
         assert to_template_messages([USER, message])[1]["reasoning_content"] == "hm"
 
 
+def test_gpt_oss_gets_either_content_or_thinking_beside_calls() -> None:
+    message = {**CALLED, "content": "Let me see.", "reasoning_content": "hm"}
+    converted = to_template_messages([USER, message], format=FORMATS["gpt-oss"])[1]
+    assert (converted["content"], converted["thinking"]) == ("", "hm\n\nLet me see.")
+
+
+def test_arguments_stay_text_where_the_template_adds_them_to_text() -> None:
+    template = "{{ '<call>' + call['function']['arguments'] + '</call>' }}"
+    converted = to_template_messages([USER, CALLED], chat_template=template)[1]
+    assert converted["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
