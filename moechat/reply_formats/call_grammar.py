@@ -87,7 +87,9 @@ def call_grammar(
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object without members that it does not name, unless it allows them itself."""
-    if schema.get("properties") and "additionalProperties" not in schema and not _combined(schema):
+    properties = schema.get("properties", {})
+    named = bool(properties) and set(schema.get("required", ())) <= properties.keys()
+    if named and "additionalProperties" not in schema and not _combined(schema):
         return {**schema, "additionalProperties": False}
     return dict(schema)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from moechat.reply_formats.call_sink import CallSink
-from moechat.reply_formats.channels import CHANNEL, CHANNEL_MARKS, START, read_messages
+from moechat.reply_formats.channels import CHANNEL, CHANNEL_MARKS, END, START, read_messages
 from moechat.reply_formats.events import Event, Text
 from moechat.reply_formats.formats import THINK
 from moechat.reply_formats.notations import ReplyFormat
@@ -112,9 +112,13 @@ class ReplyParser:
         yield from source.space()
         opens = [thought.open for thought in self._thoughts]
         mark = (yield from source.take(*opens, *self._channels)) if opens or self._channels else ""
-        if mark in self._channels:
+        if mark in self._channels or (self._channels and not opens):
+            if not mark:
+                source.at = 0
             with_calls = self._calls is not None
-            yield from read_messages(source, self._sink, self._message_text, mark, with_calls=with_calls)
+            yield from read_messages(
+                source, self._sink, self._message_text, mark or END, with_calls=with_calls
+            )
             return True
         if mark:  # where the prompt has opened the thought already, the model repeats the mark
             yield from self._open_thought(mark)
@@ -128,12 +132,13 @@ class ReplyParser:
     def _at_mark(self, mark: str) -> Reading[None]:
         source, calls = self._source, self._calls
         if mark in self._closes:
+            self._flush()
             self._closes, self._follows = frozenset(), "thought"
             yield from source.space()
             yield from self._bare_call()
         elif calls is not None and mark in calls.begins:
             yield from self._call(mark)
-        elif calls is not None and mark in calls.frames and not self._closes:
+        elif calls is not None and mark in calls.frames:
             self._pending += mark
             self._follows = ""
         elif calls is not None and mark in calls.closers and self._follows == "call":
@@ -183,7 +188,11 @@ class ReplyParser:
     def _text(self, piece: str) -> None:
         """Emit text; white space at its end waits until it is known what follows."""
         if self._closes:
-            self._emit(piece)
+            if self._pending and not piece.strip(SPACE):
+                self._pending += piece
+            else:
+                self._emit(self._pending + piece)
+                self._pending = ""
             return
         if self._follows:
             piece = piece.lstrip(SPACE)

@@ -9,11 +9,12 @@ from collections.abc import Collection
 from typing import Any
 
 from moechat.reply_formats.call_sink import CallSink
-from moechat.reply_formats.json_calls import LONGEST_NAME, checked_name, read_json_calls
+from moechat.reply_formats.json_calls import checked_name, read_json_calls
 from moechat.reply_formats.json_text import dumped
 from moechat.reply_formats.notations import JsonCalls, PythonCalls
-from moechat.reply_formats.source import MalformedError, Marks, Reading, Source
+from moechat.reply_formats.source import MalformedError, Reading, Source
 
+_NAME_CHARACTERS = re.compile(r"[\w.-]+")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _WORDS = {"true": True, "false": False, "null": None}
 _PLAIN = re.compile(r"[^()'\"\\]+")
@@ -60,10 +61,14 @@ def read_python_calls(
 
 
 def _read_call(source: Source, sink: CallSink, names: Collection[str] | None) -> Reading[None]:
-    written, _ = yield from source.text_to(Marks(("(",)), LONGEST_NAME)
-    name = checked_name(written)
+    begin = source.at
+    while source.take_run(_NAME_CHARACTERS):
+        yield from source.peek()
+    name = checked_name(source.raw(begin, source.at))
     if not _NAME.fullmatch(name) or (names is not None and name not in names):
         raise MalformedError
+    yield from source.space()
+    yield from source.expect("(")
     arguments = _arguments("f(" + (yield from _arguments_text(source)))
     sink.begin(name)
     sink.arguments(dumped(arguments))

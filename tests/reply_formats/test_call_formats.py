@@ -10,7 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reply_support import CUTS, TOOLS, call_marks, divided, parse, parse_tokens, same_however_divided
 
-from moechat.reply_formats import FORMATS, CallBegin, CallEnd, ReplyParser, Text, detect, merged, whole_reply
+from moechat.reply_formats import (
+    FORMATS,
+    CallBegin,
+    CallEnd,
+    ReplyFormat,
+    ReplyParser,
+    Text,
+    detect,
+    merged,
+    whole_reply,
+)
 from moechat.reply_formats.events import Call, CallArguments, CallBroken
 
 ARGUMENTS = '{"city": "Paris", "days": 3, "place": {"street": "x"}}'
@@ -389,10 +399,42 @@ def test_calls_without_a_mark_are_read_at_the_beginning_only() -> None:
     assert parse(FORMATS["llama4"], "[later()]") == [Text("[later()]")]
 
 
+@EACH
+def test_a_call_ends_a_thought_and_its_frame_is_no_thinking(name: str, text: str) -> None:
+    found = FORMATS[name]
+    if found.thoughts:
+        events = parse(found, f"{found.thoughts[0].open}hm {text.removeprefix('Sure.')}")
+        assert events[0].text.rstrip() == "hm"  # type: ignore[union-attr]
+        assert len(whole_reply(events).calls) == 2
+
+
+def test_a_frame_without_a_call_stays_in_the_thought() -> None:
+    text = "<think>a <tool_call>\n b</think>c"
+    assert same_however_divided(FORMATS["qwen-xml"], text) == [
+        Text("a <tool_call>\n b", thought=True),
+        Text("c"),
+    ]
+    assert parse(FORMATS["qwen-xml"], "<think>a<tool_call> </think>c")[0] == Text(
+        "a<tool_call> ", thought=True
+    )
+
+
+@pytest.mark.parametrize("found", FORMATS.values(), ids=lambda found: found.name)
+def test_no_mark_of_a_format_is_part_of_another(found: ReplyFormat) -> None:
+    marks = [mark for thought in found.thoughts for mark in (thought.open, thought.close)]
+    if found.calls is not None:
+        marks += [*found.calls.begins, *found.calls.frames, *found.calls.closers]
+    marks = list(dict.fromkeys(marks))
+    assert all(marks)
+    assert [(a, b) for a in marks for b in marks if a != b and a in b] == []
+
+
 def test_channels_are_separated() -> None:
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     text = f"{thought}<|channel|>final<|message|>yes <|channel|>?<|return|>"
     assert parse(FORMATS["gpt-oss"], text)[:2] == [Text("hm", thought=True), Text("yes ")]
+    without_header = "hi<|end|><|start|>assistant<|channel|>analysis<|message|>hm"
+    assert parse(FORMATS["gpt-oss"], without_header) == [Text("hi"), Text("hm", thought=True)]
     in_role = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
     assert whole_reply(same_however_divided(FORMATS["gpt-oss"], in_role)).calls == (CALLS[1],)
 
