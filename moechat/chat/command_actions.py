@@ -107,15 +107,10 @@ class Commands:
 
     def _show(self, text: str) -> None:
         session, engine = self._session, self._session.models.engine
-        facts = engine.describe()
         used = session.context_used()
         system = session.conversation.system
         rows = [
-            ("model", f"{engine.name} ({facts.model_type}, {facts.experts_form})"),
-            ("device", facts.device),
-            ("memory", session.status.size(facts.memory_budget_bytes)),
-            ("memory, experts", session.status.size(facts.memory_experts_bytes)),
-            ("experts", facts.experts),
+            *engine.describe().rows(session.status.size),
             ("context", f"{'?' if used is None else f'{used:,}'} of {engine.context_length:,} tokens used"),
             ("turns", f"{len(session.conversation.turns)}" + self._left_out()),
             (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from moechat import Engine
+    from moechat.steps import Step
 
 
 class StatusOutput(Protocol):
@@ -31,11 +31,58 @@ class StatusOutput(Protocol):
         """Show a change of plan, the content of ``Replanned.to_json()``."""
 
 
+class ChatEngine(Protocol):
+    """A model that answers: the engine of this process, or one on another server."""
+
+    @property
+    def name(self) -> str:
+        """As the user named it, or as the server tells it."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it takes messages."""
+
+    @property
+    def sampling(self) -> Any:
+        """Its own sampling settings."""
+
+    @property
+    def stats(self) -> Any:
+        """Measurements of the last answer."""
+
+    @property
+    def encode(self) -> Callable[..., Sequence[int]]:
+        """Makes tokens of messages or a text; see ``Engine.encode``."""
+
+    @property
+    def generate(self) -> Callable[..., Iterator[Step]]:
+        """Generates an answer; see ``Engine.generate``."""
+
+    def token_text(self, token: int) -> str:
+        """One token as text."""
+
+    def describe(self) -> Any:
+        """Facts, with ``rows`` for people and ``to_json``."""
+
+    def idle(self) -> Any:
+        """Use the time before the next message."""
+
+    def notices(self) -> list[str]:
+        """Sentences for the user since the last call."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
 class Models(Protocol):
     """Owns the loaded model, at most one at a time."""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ChatEngine:
         """The model.
 
         Raises:

@@ -10,9 +10,10 @@ from moechat.chat.reply import thought_end
 from moechat.errors import PromptTooLongError
 
 if TYPE_CHECKING:
-    from moechat import Engine, Step
     from moechat.chat.chat_options import Generation
     from moechat.chat.conversation import Conversation
+    from moechat.chat.interfaces import ChatEngine
+    from moechat.steps import Step
 
 # Least room for an answer, in tokens: a long conversation loses its oldest turns first.
 ANSWER_TOKENS = 256
@@ -35,7 +36,7 @@ class PendingReply(NamedTuple):
 
 
 def start_reply(
-    engine: Engine,
+    engine: ChatEngine,
     conversation: Conversation,
     question: str,
     generation: Generation,
@@ -109,7 +110,9 @@ def behind_thinking(arguments: dict[str, Any], end: str) -> dict[str, Any]:
         end: The mark that ends the thinking; empty if there is none.
     """
     grammar = arguments.get("grammar")
-    return arguments if grammar is None else {**arguments, "grammar": replace(grammar, after=end)}
+    if grammar is None or not end:  # other engines keep their grammars out of the thinking themselves
+        return arguments
+    return {**arguments, "grammar": replace(grammar, after=end)}
 
 
 def _estimate_first(conversation: Conversation, first: int, question: str, tokens: int, excess: int) -> int:

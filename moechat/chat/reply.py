@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from moechat.chat.terminal.output import Sink
 from moechat.reply_formats import thinking as reply_thinking
 from moechat.reply_formats.thinking import Part, ThoughtSplitter
+from moechat.steps import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from moechat import Engine, Step
+    from moechat.chat.interfaces import ChatEngine
+    from moechat.steps import Step
 
 # Last tokens of a prompt, enough for the end of any chat template.
 _PROMPT_END_TOKENS = 8
@@ -90,7 +92,7 @@ class Reply:
             self._show(splitter.flush(), answer, thoughts)
             thoughts.end()
 
-    def logprobs_json(self, engine: Engine) -> list[dict[str, Any]]:
+    def logprobs_json(self, engine: ChatEngine) -> list[dict[str, Any]]:
         """Probabilities of the tokens: token, text, logprob, and top: the likeliest, in the same form."""
 
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
@@ -105,7 +107,8 @@ class Reply:
         ]
 
     def _note(self, step: Step) -> None:
-        self.tokens.append(step.token_id)
+        if step.token_id != NO_TOKEN:
+            self.tokens.append(step.token_id)
         self.finish_reason, self.stop = step.finish_reason, step.stop
         if step.logprob is not None:
             self.steps.append(step)
@@ -122,7 +125,7 @@ class Reply:
                 answer.write(text)
 
 
-def thought_end(engine: Engine, prompt: Sequence[int]) -> str:
+def thought_end(engine: ChatEngine, prompt: Sequence[int]) -> str:
     """The mark that ends the thought that the chat template opened at the prompt's end; empty for none."""
     end = prompt[-_PROMPT_END_TOKENS:]
     return reply_thinking.thought_end("".join(engine.token_text(token) for token in end))

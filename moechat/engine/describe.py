@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,6 +112,20 @@ class Description:
     strategy: str | None = None
     plan_statistics: str | None = None
     plan_costs: str | None = None
+
+    def rows(self, size: Callable[[float], str]) -> list[tuple[str, str]]:
+        """The most important facts, for people.
+
+        Args:
+            size: Formats a number of bytes.
+        """
+        return [
+            ("model", f"{self.name} ({self.model_type}, {self.experts_form})"),
+            ("device", self.device),
+            ("memory", size(self.memory_budget_bytes)),
+            ("memory, experts", size(self.memory_experts_bytes)),
+            ("experts", self.experts),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without those of pages where experts are mapped."""

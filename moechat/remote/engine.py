@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,6 +140,12 @@ class RemoteEngine:
         known = [number for number in told if isinstance(number, int) and number > 1]
         self._context = known[0] if known else 0
         self.context_length = self._context or _UNKNOWN_CONTEXT
+
+    def beside(self) -> RemoteEngine:
+        """The same model over the same connections, with measurements of its own."""
+        other = copy(self)
+        other.stats = RemoteStats()
+        return other
 
     @property
     def sampling(self) -> Any:

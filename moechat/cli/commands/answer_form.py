@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moechat.errors import UsageError
 
@@ -57,6 +57,12 @@ class AnswerForm:
         elif not text.strip():
             raise UsageError(f"{path} is empty")
         return cls(kind, text)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        found: dict[str, Any] = json.loads(self.text)
+        return found
 
     def grammar(self) -> Grammar:
         """The form for the engine.

@@ -12,7 +12,7 @@ from moechat.cli.terminal.load_progress import format_bytes
 from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
-    from moechat import Engine
+    from moechat.chat.interfaces import ChatEngine
 
 _NONE_LOADED = "/model NAME loads one; the conversation stays"
 
@@ -56,16 +56,20 @@ class ModelSlot:
         load: Loads a model by name for a chat.
         name: The first model.
         bits: The bits that ``load`` uses, to choose between stores of one name.
+        local: Models are those of this machine.
     """
 
-    def __init__(self, load: Callable[[str], Engine], name: str, bits: int | None = None) -> None:
+    def __init__(
+        self, load: Callable[[str], ChatEngine], name: str, bits: int | None = None, *, local: bool = True
+    ) -> None:
         self._load = load
         self._bits = bits
+        self._local = local
         self._name = name
-        self._engine: Engine | None = load(name)
+        self._engine: ChatEngine | None = load(name)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ChatEngine:
         """The model.
 
         Raises:
@@ -85,7 +89,8 @@ class ModelSlot:
         """
         from moechat.hub.names import resolve
 
-        resolve(name, bits=self._bits)  # raises before the model is closed
+        if self._local:
+            resolve(name, bits=self._bits)  # raises before the model is closed
         self.close()
         try:
             self._engine = self._load(name)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.chat_options import NAMES, Generation
@@ -28,7 +32,7 @@ from moechat.cli.terminal.prompt_progress import PromptProgress
 from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError, UsageError
 
 if TYPE_CHECKING:
-    from moechat import Engine
+    from moechat.chat.interfaces import ChatEngine
 
 _INTERRUPTED = 128 + signal.SIGINT
 _MOST_KEYS = 8
@@ -90,8 +94,25 @@ def _ignored(keys: Mapping[str, int]) -> str:
     return f"keys without a meaning here are ignored: {', '.join(named)}"
 
 
-def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
-    """Answer all prompts, writing an object to stdout after each.
+@dataclass(frozen=True)
+class _Line:
+    """What a line of the file became.
+
+    Attributes:
+        result: The object to write; ``None`` if Ctrl-C came before anything was written.
+        status: Exit status.
+        tokens: Tokens of its answers.
+        interrupted: Ctrl-C came.
+    """
+
+    result: dict[str, Any] | None
+    status: int = 0
+    tokens: int = 0
+    interrupted: bool = False
+
+
+def answer_jsonl(engine: ChatEngine, file: PromptsFile, options: RunOptions) -> int:
+    """Answer all prompts, writing an object to stdout after each, in the order of the file.
 
     The object of a line that is no prompt, or of a prompt that fails (for example, blank or too long), has an
     ``error``, and the ``answers`` to its previous turns. The other prompts are not affected.
@@ -104,46 +125,101 @@ def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
         StoreDamagedError, DeviceLostError: No further answer is possible.
     """
     entries: list[FilePrompt | BadLine] = sorted([*file.prompts, *file.bad], key=lambda entry: entry.line)
+    if options.remote is None:
+        lines = (_answer_line(engine, entry, options) for entry in entries)
+    else:
+        lines = _side_by_side(engine, entries, options)
     status = tokens = failed = 0
-    with PromptProgress(len(entries), "answering", "answered", quiet=options.quiet) as progress:
-        for number, entry in enumerate(entries):
-            result: dict[str, Any] = {"line": entry.line, "model": engine.name}
-            if entry.key is not None:
-                result["id"] = entry.key
-            named = len(result)
-            replies: list[Reply] = []
-            interrupted = False
-            try:
-                if isinstance(entry, BadLine):
-                    raise UsageError(entry.reason)
-                _answer(engine, entry, options, replies)
-            except (StoreDamagedError, DeviceLostError):
-                raise
-            except MoechatError as error:
-                result["error"] = str(error)
-                if finished := [reply.text for reply in replies if reply.finish_reason]:
-                    result["answers"] = finished
-                status = status or error.exit_code
-                failed += 1
-            except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the remaining output must be complete
-                interrupted = True
-                if replies:
-                    replies[-1].finish_reason = "interrupted"
-            if "error" not in result and (replies or not interrupted):
-                result |= _answer_json(replies, engine, options)
-            if len(result) > named:
-                write_json_line(sys.stdout, result)
-            if interrupted:
+    with (
+        PromptProgress(len(entries), "answering", "answered", quiet=options.quiet) as progress,
+        closing(lines),
+    ):
+        for number, line in enumerate(lines):
+            if line.result is not None:
+                write_json_line(sys.stdout, line.result)
+            if line.interrupted:
                 return _INTERRUPTED
-            tokens += sum(len(reply.tokens) for reply in replies)
+            status = status or line.status
+            failed += line.status != 0
+            tokens += line.tokens
             progress.show(number + 1, tokens)
     if failed and not options.quiet:
         print_notice(f"{failed} of {len(entries)} prompts were not answered; their lines have an error")
     return status
 
 
-def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: list[Reply]) -> None:
+def _side_by_side(
+    engine: ChatEngine, entries: Sequence[FilePrompt | BadLine], options: RunOptions
+) -> Generator[_Line, None, None]:
+    """Answer some lines at a time; the results come in the order of the lines.
+
+    Each thread has an engine of its own, because an engine has the measurements of its last answer.
+    """
+    from moechat.remote.engine import RemoteEngine
+
+    assert isinstance(engine, RemoteEngine)
+    engines: SimpleQueue[RemoteEngine] = SimpleQueue()
+    for _ in range(options.concurrency):
+        engines.put(engine.beside())
+
+    def answer(entry: FilePrompt | BadLine) -> _Line:
+        own = engines.get()
+        try:
+            return _answer_line(own, entry, options)
+        finally:
+            engines.put(own)
+
+    pool = ThreadPoolExecutor(options.concurrency)
+    # Not all at once: a file may have a million lines.
+    ahead: deque[Future[_Line]] = deque()
+    try:
+        for entry in entries:
+            ahead.append(pool.submit(answer, entry))
+            if len(ahead) > 2 * options.concurrency:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        yield _Line(None, interrupted=True)
+    finally:
+        for future in ahead:
+            future.cancel()
+        engine.close()  # ends the answers under way
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _answer_line(engine: ChatEngine, entry: FilePrompt | BadLine, options: RunOptions) -> _Line:
+    result: dict[str, Any] = {"line": entry.line, "model": engine.name}
+    if entry.key is not None:
+        result["id"] = entry.key
+    named = len(result)
+    replies: list[Reply] = []
+    interrupted = False
+    status = 0
+    try:
+        if isinstance(entry, BadLine):
+            raise UsageError(entry.reason)
+        _answer(engine, entry, options, replies)
+    except (StoreDamagedError, DeviceLostError):
+        raise
+    except MoechatError as error:
+        result["error"] = str(error)
+        if finished := [reply.text for reply in replies if reply.finish_reason]:
+            result["answers"] = finished
+        status = error.exit_code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the remaining output must be complete
+        interrupted = True
+        if replies:
+            replies[-1].finish_reason = "interrupted"
+    if "error" not in result and (replies or not interrupted):
+        result |= _answer_json(replies, engine, options)
+    tokens = sum(len(reply.tokens) for reply in replies)
+    return _Line(result if len(result) > named else None, status, tokens, interrupted)
+
+
+def _answer(engine: ChatEngine, prompt: FilePrompt, options: RunOptions, replies: list[Reply]) -> None:
     if options.completion:
         prompt.require_text(0)
         replies.append(Reply())
@@ -177,7 +253,7 @@ def _settings(prompt: FilePrompt, options: RunOptions) -> dict[str, Any]:
     return {**options.generation, **own}
 
 
-def _answer_json(replies: list[Reply], engine: Engine, options: RunOptions) -> dict[str, Any]:
+def _answer_json(replies: list[Reply], engine: ChatEngine, options: RunOptions) -> dict[str, Any]:
     """The last answer in the form of ``--json``, and all answers of several turns."""
     last = replies[-1]
     several = {"answers": [reply.text for reply in replies]} if len(replies) > 1 else {}

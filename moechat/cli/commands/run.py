@@ -32,6 +32,7 @@ from moechat.hub.names import resolve
 if TYPE_CHECKING:
     from moechat import Engine, Progress
     from moechat.chat.history.session_recorder import Recorder
+    from moechat.chat.interfaces import ChatEngine
 
 _INTERRUPTED = 128 + signal.SIGINT
 # Seconds for timing plans: before a chat, before a single answer, and with --tune.
@@ -51,7 +52,7 @@ def run(options: RunOptions) -> int:
         return _dry_run(options)
     # Cheapest checks first: the name, the prompt, the model.
     options = options.with_form()
-    absent = _is_absent(options)
+    absent = options.remote is None and _is_absent(options)
     many = prompt = None
     if options.jsonl is not None:
         from moechat.cli.commands.jsonl import read_jsonl_prompts
@@ -142,7 +143,10 @@ def _chat(options: RunOptions) -> int:
     with (
         held_keys if has_editor() else nullcontext(),
         ModelSlot(
-            lambda name: _ready(replace(options, model=name), chat=True), options.model, options.bits
+            lambda name: _ready(replace(options, model=name), chat=True),
+            options.model,
+            options.bits,
+            local=options.remote is None,
         ) as models,
     ):
         status = Chat(
@@ -171,13 +175,21 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
     from moechat.chat.history.session_database import sessions_path
 
     path = sessions_path()
-    found = resume_conversation(path, options.chat, resolve(options.model, bits=options.bits).name, notify)
+    name = options.model if options.remote is not None else resolve(options.model, bits=options.bits).name
+    found = resume_conversation(path, options.chat, name, notify)
     recorder = Recorder(path if options.save else None, notify, once=True)
     return found or Conversation(system=options.system_prompt), recorder
 
 
-def _ready(options: RunOptions, *, chat: bool) -> Engine:
-    """Load the model and tune its plan."""
+def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
+    """Load the model and tune its plan; or connect to the server that has it."""
+    if options.remote is not None:
+        from moechat.remote.engine import RemoteEngine
+
+        remote = RemoteEngine(options.remote, options.model)
+        if options.verbose:
+            _describe(remote)
+        return remote
     engine = _load(options)
     try:
         if not options.completion and not engine.has_chat_template:
@@ -204,7 +216,7 @@ def _load(options: RunOptions) -> Engine:
         return moechat.load(options.model, **options.load_options.given, progress=progress)
 
 
-def _describe(engine: Engine) -> None:
+def _describe(engine: ChatEngine) -> None:
     for key, value in engine.describe().to_json().items():
         display = format_bytes(value) if key.endswith("_bytes") else value
         print_notice(f"{key.replace('_', ' ')}: {display}")
@@ -248,7 +260,7 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
 
 
 def _answer_once(
-    engine: Engine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
+    engine: ChatEngine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
 ) -> int:
     """Answer the prompt, show the answer, and save it with a resumed conversation, even if it is incomplete.
 
@@ -288,14 +300,14 @@ def _answer_once(
     if options.json:
         _print_json(engine, reply, options)
     if mark == "cut" and not options.quiet:
-        print_notice(f"(cut off after {len(reply.tokens)} tokens)")
+        print_notice(f"(cut off after {engine.stats.output_tokens} tokens)")
     if options.stats:
         print_stats(engine.stats.to_json())
     return _INTERRUPTED if mark == "stopped" else 0
 
 
 def _follow(
-    engine: Engine,
+    engine: ChatEngine,
     prompt: str,
     options: RunOptions,
     conversation: Conversation,
@@ -330,7 +342,7 @@ def _view(options: RunOptions) -> View:
     )
 
 
-def _print_json(engine: Engine, reply: Reply, options: RunOptions) -> None:
+def _print_json(engine: ChatEngine, reply: Reply, options: RunOptions) -> None:
     result: dict[str, Any] = {
         "model": engine.name,
         "text": reply.text,

@@ -85,6 +85,17 @@ class RunOptions(PlaceOptions):
     logprobs: Annotated[
         int | None, option("N", "With --json: each token's probability, and the N likeliest, 0 to 20.")
     ] = None
+    remote: Annotated[
+        str | None,
+        option(
+            "URL",
+            "Let another server answer that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, moechat); "
+            "MODEL is its name there, 'default' the first.",
+        ),
+    ] = None
+    concurrency: Annotated[
+        int, option("N", "With --remote and --jsonl: prompts that are answered at a time.")
+    ] = 4
     system_prompt: Annotated[str | None, option("TEXT", "System prompt, before the conversation.")] = None
     completion: Annotated[
         bool, flag("Continue the prompt as it is, without the chat template.", "--completion")
@@ -160,6 +171,7 @@ class RunOptions(PlaceOptions):
                 "--completion uses no chat template; it excludes --system-prompt",
                 hint="put that text at the beginning of the prompt",
             )
+        self._check_remote()
         if self.schema is not None and self.grammar is not None:
             raise UsageError("--schema and --grammar exclude each other")
         if self.logprobs is not None:
@@ -172,6 +184,22 @@ class RunOptions(PlaceOptions):
                 raise UsageError("--stop is empty; it must be a text")
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other")
+
+    def _check_remote(self) -> None:
+        require_whole("--concurrency", self.concurrency, 1, 256)
+        if self.remote is None:
+            return
+        given = [as_flag(name) for name in self.load_options.given if name not in self.origins]
+        for name in ("grammar", "logprobs", "tune"):
+            if getattr(self, name) is not None:
+                given.append(as_flag(name))
+        if self.dry_run:
+            given.append("--dry-run")
+        if given:
+            raise UsageError(
+                f"--remote lets another server answer; it excludes {', '.join(given)}",
+                hint="that server chooses how it loads its model",
+            )
 
     @property
     def resumes(self) -> bool:
@@ -191,7 +219,7 @@ class RunOptions(PlaceOptions):
         if self.stop:
             fixed["stop"] = tuple(self.stop)
         if self.form is not None:
-            fixed["grammar"] = self.form.grammar()
+            fixed["grammar"] = self.form.schema if self.remote is not None else self.form.grammar()
         if self.logprobs is not None:
             fixed["logprobs"] = self.logprobs
         given = {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,368 @@
+"""``run --remote``: chat, pipes and prompts files over another server, moechat's own and broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_support import PATIENCE_S, ServerProcess, serving
+
+from moechat.errors import MoechatError, NotAllowedError, OfflineError, PromptTooLongError, UsageError
+from moechat.remote.client import RemoteClient, RemoteError
+from moechat.remote.engine import RemoteEngine
+
+STORY = "Tell me a story about a fox."
+
+
+def run(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moechat", "run", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **extra},
+    )
+
+
+def test_an_answer_is_that_of_the_server(demo: ServerProcess) -> None:
+    options = ["--temperature", "0", "--max-tokens", "25", "-q"]
+    here = run("demo", STORY, *options)
+    there = run("default", STORY, "--remote", f"{demo.url}/v1", *options)
+    assert (there.returncode, there.stderr) == (0, "")
+    assert there.stdout == here.stdout
+    variable = run("demo", STORY, *options, MOECHAT_REMOTE=demo.url)
+    assert variable.stdout == here.stdout
+    text = run("demo", "Once upon a time", "--completion", "--remote", demo.url, *options)
+    assert text.stdout == run("demo", "Once upon a time", "--completion", *options).stdout
+
+
+def test_it_starts_without_torch(demo: ServerProcess) -> None:
+    code = (
+        "import sys; from moechat.cli.main import main\n"
+        f"assert main(['run', 'demo', 'hello', '--remote', '{demo.url}', '--max-tokens', '2', '-q']) == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+
+
+def test_json_has_text_reason_and_measurements(demo: ServerProcess) -> None:
+    done = run("demo", STORY, "--remote", demo.url, "--json", "--max-tokens", "9", "--stop", "never")
+    found = json.loads(done.stdout)
+    assert found["model"] == "demo"
+    assert found["finish_reason"] == "length"
+    assert found["statistics"]["output_tokens"] == 9
+    assert found["statistics"]["prompt_tokens"] > 5
+    assert found["statistics"]["ttft_s"] > 0
+
+
+def test_an_answer_follows_a_schema(demo: ServerProcess, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": ["fox", "owl"]}')
+    done = run("demo", "An animal?", "--remote", demo.url, "--schema", str(tmp_path / "schema.json"), "-q")
+    assert json.loads(done.stdout) in ("fox", "owl")
+
+
+def test_thinking_is_shown_apart(tools: ServerProcess) -> None:
+    engine = RemoteEngine(tools.url)
+    messages = [{"role": "user", "content": "x"}]
+    steps = engine.generate(messages, max_new_tokens=10, chat_template_kwargs={"enable_thinking": True})  # type: ignore[arg-type]
+    text = "".join(step.text for step in steps)
+    assert text.startswith("<think>")
+    assert text.endswith("</think>")
+
+
+def test_a_prompts_file_is_answered_in_order_and_side_by_side(demo: ServerProcess, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": STORY, "id": n, "max_tokens": 3 + n % 5, "seed": n} for n in range(20)
+    ]
+    lines[7] = {"prompt": "word " * 5000, "id": 7}
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run("demo", "--remote", demo.url, "--jsonl", str(tmp_path / "prompts.jsonl"), "--concurrency", "4")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["id"] for one in found] == list(range(20))
+    assert "1024" in found[7]["error"]
+    assert [one["statistics"]["output_tokens"] for one in found if "error" not in one] == [
+        3 + n % 5 for n in range(20) if n != 7
+    ]
+    assert done.returncode == 2
+
+
+def test_ctrl_c_ends_a_prompts_file_at_once(demo: ServerProcess, tmp_path: Path) -> None:
+    line = json.dumps({"prompt": STORY, "max_tokens": 900}) + "\n"
+    (tmp_path / "prompts.jsonl").write_text(line * 40)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "moechat",
+            "run",
+            "demo",
+            "--remote",
+            demo.url,
+            "-q",
+            "--jsonl",
+            "prompts.jsonl",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    while demo.metric("answers_running") == 0:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert time.monotonic() - started < 5
+    assert b"Traceback" not in err
+    demo.wait_idle()
+
+
+def test_a_chat_goes_on_over_the_server(demo: ServerProcess, tmp_path: Path) -> None:
+    options = ["--temperature", "0", "--max-tokens", "12", "-q"]
+    environment = {"MOECHAT_HOME": str(tmp_path)}
+    import pexpect
+
+    chat = pexpect.spawn(
+        sys.executable,
+        ["-m", "moechat", "run", "default", "--remote", demo.url, *options],
+        encoding="utf-8",
+        timeout=PATIENCE_S,
+        dimensions=(40, 120),
+        env={**os.environ, **environment, "TERM": "dumb"},
+    )
+    chat.sendline(STORY)
+    chat.expect("Once upon a time")
+    chat.sendline("/show")
+    chat.expect(demo.url.removeprefix("http://"))
+    chat.sendline("/bye")
+    chat.expect(pexpect.EOF)
+    listed = subprocess.run(
+        [sys.executable, "-m", "moechat", "sessions"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+    )
+    assert "fox" in listed.stdout
+
+
+# ---- keys and errors
+
+
+def test_the_key_is_sent_and_never_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("very-secret-key")
+    with serving(tmp_path, "demo", "--api-key-file", str(tmp_path / "key")) as server:
+        good = run(
+            "demo",
+            "hello",
+            "--remote",
+            server.url,
+            "--max-tokens",
+            "2",
+            "-v",
+            MOECHAT_API_KEY="very-secret-key",
+        )
+        assert good.returncode == 0, good.stderr
+        wrong = run("demo", "hello", "--remote", server.url, MOECHAT_API_KEY="very-wrong-key")
+        none = run("demo", "hello", "--remote", server.url)
+    assert wrong.returncode == none.returncode == 3
+    assert "MOECHAT_API_KEY" in none.stderr
+    for done in (good, wrong, none):
+        assert "secret" not in done.stderr + done.stdout
+        assert "wrong-key" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "fact"),
+    [
+        (["--remote", "http://127.0.0.1:9", "hi"], 5, "127.0.0.1:9"),
+        (["--remote", "ftp://x", "hi"], 2, "no URL"),
+        (["--remote", "http://user:password@x/", "hi"], 2, "password"),
+        (["--remote", "http://x", "--ram", "4G", "hi"], 2, "--ram"),
+        (["--remote", "http://x", "--logprobs", "1", "--json", "hi"], 2, "--logprobs"),
+        (["--remote", "http://x", "--concurrency", "0", "hi"], 2, "--concurrency"),
+    ],
+)
+def test_wrong_options_and_places_are_named(
+    arguments: list[str], status: int, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run("default", *arguments)
+    assert done.returncode == status, done.stderr
+    assert fact in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_model_is_named(demo: ServerProcess) -> None:
+    done = run("gpt-9", "hi", "--remote", demo.url)
+    assert done.returncode == 3
+    assert "demo" in done.stderr
+
+
+Handler = Any
+
+
+@contextmanager
+def answering(answer: Handler) -> Iterator[str]:
+    """A server that answers POST requests in some way, and lists one model."""
+
+    class Server(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        count = 0
+
+        def do_GET(self) -> None:
+            self.reply(200, json.dumps({"data": [{"id": "m", "max_model_len": 100}]}).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            type(self).count += 1
+            answer(self, type(self).count)
+
+        def reply(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"content-type": kind, "content-length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def sse(*events: Any, done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+def delta(reason: str | None = None, **fields: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
+
+
+def answer_of(url: str) -> str:
+    engine = RemoteEngine(url)
+    try:
+        return "".join(step.text for step in engine.generate([{"role": "user", "content": "x"}]))
+    finally:
+        engine.close()
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    def answer(server: Any, count: int) -> None:
+        if count < 3:
+            server.reply(429 if count == 1 else 503, b"{}", **{"retry-after": "0"})
+        else:
+            server.reply(200, sse(delta(content="a"), delta("stop")), "text/event-stream")
+
+    with answering(answer) as url:
+        assert answer_of(url) == "a"
+
+
+def test_the_forms_of_other_servers_are_understood() -> None:
+    def vllm(server: Any, count: int) -> None:
+        events = [
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+            delta(reasoning="hm"),
+            delta(content="a"),
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}]},
+            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}},
+        ]
+        server.reply(200, b": ping\n\n" + sse(*events), "text/event-stream; charset=utf-8")
+
+    with answering(vllm) as url:
+        engine = RemoteEngine(url)
+        assert engine.context_length == 100
+        steps = list(engine.generate([{"role": "user", "content": "x"}]))
+        assert "".join(step.text for step in steps) == "<think>hm</think>a"
+        assert (steps[-1].finish_reason, steps[-1].stop) == ("stop", "END")
+        assert engine.stats.prompt_tokens == 7
+
+    def whole(server: Any, count: int) -> None:  # a server that cannot stream
+        message = {"role": "assistant", "content": "b"}
+        server.reply(200, json.dumps({"choices": [{"message": message, "finish_reason": "length"}]}).encode())
+
+    with answering(whole) as url:
+        assert answer_of(url) == "b"
+
+
+BROKEN: list[tuple[int, bytes, str, type[MoechatError], str]] = [
+    (200, b"<html>", "text/html", RemoteError, "JSON"),
+    (200, b"[]", "application/json", RemoteError, "object"),
+    (200, b"data: {\n\n", "text/event-stream", RemoteError, "JSON"),
+    (200, sse(delta(content="a")), "text/event-stream", RemoteError, "without a reason"),
+    (200, sse({"error": {"message": "out of memory"}}), "text/event-stream", RemoteError, "out of memory"),
+    (
+        400,
+        b'{"error": {"message": "too long", "code": "context_length_exceeded"}}',
+        "application/json",
+        PromptTooLongError,
+        "too long",
+    ),
+    (
+        400,
+        b'{"message": "This model\'s maximum context length is 9", "type": "BadRequestError"}',
+        "application/json",
+        PromptTooLongError,
+        "9",
+    ),
+    (400, b'{"error": "what?"}', "application/json", UsageError, "what"),
+    (422, b"\xff", "text/plain", UsageError, "422"),
+    (401, b"{}", "application/json", NotAllowedError, "401"),
+    (302, b"", "text/plain", RemoteError, "302"),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "kind", "error", "fact"), BROKEN)
+def test_broken_answers_are_clear_errors(
+    status: int, body: bytes, kind: str, error: type[MoechatError], fact: str
+) -> None:
+    with (
+        answering(lambda server, _count: server.reply(status, body, kind)) as url,
+        pytest.raises(error, match=fact),
+    ):
+        answer_of(url)
+
+
+def test_a_connection_that_breaks_is_a_clear_error() -> None:
+    def answer(server: Any, count: int) -> None:
+        server.send_response(200)
+        server.send_header("content-type", "text/event-stream")
+        server.send_header("content-length", "100000")
+        server.end_headers()
+        server.wfile.write(sse(delta(content="a"), done=False))
+        server.close_connection = True
+
+    with answering(answer) as url:
+        engine = RemoteEngine(url)
+        steps = engine.generate([{"role": "user", "content": "x"}])
+        assert next(steps).text == "a"
+        with pytest.raises(RemoteError, match="broke"):
+            next(steps)
+
+
+def test_a_server_that_cannot_be_reached_is_offline() -> None:
+    with pytest.raises(OfflineError, match="cannot be reached"):
+        RemoteClient("127.0.0.1:9", attempts=1).get("/models")
