@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -202,7 +203,10 @@ async def _body(request: Request) -> Fields:
     if kind != "application/json":
         # Forms of other sites can send any other type without asking first.
         raise ApiError(415, "the body must have the content type application/json")
-    return parse_body(await request.body())
+    try:
+        return parse_body(await request.body())
+    except ClientDisconnect:
+        raise ApiError(499, "the client has left") from None
 
 
 async def _respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
@@ -259,7 +263,9 @@ def _answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[R
             return await handler(request)
         except Exception as error:
             if not isinstance(error, ApiError | MoechatError):
-                log.exception("unexpected error")
+                # Without the error's text, which may have parts of a prompt.
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                log.error("unexpected %s\n%s", type(error).__name__, frames)
             return api_error(error).response(anthropic=request.url.path.startswith("/v1/messages"))
 
     return call

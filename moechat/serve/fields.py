@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from moechat.serve.api_errors import ApiError
 from moechat.validation import shown
 
 _DEEPEST = 64
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_body(data: bytes) -> Fields:
@@ -20,14 +21,17 @@ def parse_body(data: bytes) -> Fields:
         ApiError: It is not one.
     """
     try:
-        body = json.loads(data)
+        # Not from bytes: Python would take halves of surrogate pairs, and other encodings.
+        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        if _ESCAPED_SURROGATE.search(data):
+            json.dumps(body, ensure_ascii=False).encode()  # a half of a pair alone is no text
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:  # UnicodeDecodeError too
         reason = (
             f"{error.msg}, line {error.lineno} column {error.colno}"
             if isinstance(error, json.JSONDecodeError)
-            else "not UTF-8"
+            else "not Unicode text"
         )
         raise ApiError(400, f"the body is not JSON: {reason}") from None
     if not isinstance(body, dict):
@@ -115,8 +119,8 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or not least <= value <= most:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not least <= value <= most:  # NaN, infinity and huge integers included
             raise self._wrong(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
@@ -140,6 +144,10 @@ class Fields:
 
     def _wrong(self, name: str, value: object, wanted: str) -> ApiError:
         return self.error(name, f"{self._place}{name} is {shown(value)}; it must be {wanted}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ApiError(400, f"the body is not JSON: {name} is no number")
 
 
 def _kind(value: object) -> str:

@@ -93,6 +93,7 @@ def serving(directory: Path, *arguments: str, ready: bool = True) -> Iterator[Se
         process.wait(PATIENCE_S)
     assert process.returncode == 143
     assert "Traceback" not in log.read_text()
+    assert "unexpected" not in log.read_text()
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
