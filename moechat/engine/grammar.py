@@ -111,6 +111,11 @@ class GrammarCompiler:
             UsageError: It is malformed or too large, or the model's tokenizer cannot be used with grammars.
         """
         matcher = _llguidance().LLMatcher(self.tokens, grammar.rules, log_level=0)
+        if not matcher.is_error():
+            trial = matcher.deep_copy()
+            trial.compute_bitmask()
+            if trial.is_error():  # nothing at all follows such rules, as with {"$ref": "#"}
+                raise UsageError(f"{grammar.title} allows no answer", hint="check its references to itself")
         if matcher.is_error():
             hint = (
                 _LARK_GUIDE

@@ -205,6 +205,7 @@ def test_an_answer_that_meets_its_limit_is_cut_within_the_grammar(demo: Engine) 
         (lambda: Grammar.json_schema("[]"), "not an object"),
         (lambda: Grammar.json_schema({"type": "objet"}), "objet"),
         (lambda: Grammar.json_schema({"$ref": "#/nowhere"}), "nowhere"),
+        (lambda: Grammar.json_schema({"$ref": "#"}), "no answer"),
         (lambda: Grammar.lark("start: missing"), "missing"),
         (lambda: Grammar.lark("root ::= missing"), "missing"),
         (lambda: Grammar.regex("(a"), "regular expression"),
