@@ -12,6 +12,7 @@ from moechat.reply_formats.lark import LarkWriter, either, quoted
 from moechat.reply_formats.listed_arguments import braced_call, python_call
 from moechat.reply_formats.notations import (
     BracedCalls,
+    ElementCalls,
     JsonCalls,
     NamedCalls,
     PythonCalls,
@@ -19,8 +20,10 @@ from moechat.reply_formats.notations import (
     TaggedCalls,
 )
 from moechat.reply_formats.tools import Tool
-from moechat.reply_formats.values import text_options, types_of
+from moechat.reply_formats.values import text_options, types_in, types_of
 
+# Schemas may refer to themselves; deeper values are JSON.
+_DEEPEST_ELEMENT = 4
 _SPACE = "/[ \\n]{1,4}/"
 
 
@@ -79,6 +82,8 @@ def call_grammar(
         body = _python_calls(writer, calls, chosen, parallel=parallel)
     elif isinstance(calls, BracedCalls):
         body = _repeated(either([braced_call(writer, calls, tool) for tool in chosen]), "", parallel=parallel)
+    elif isinstance(calls, ElementCalls):
+        body = _element_calls(writer, calls, chosen, parallel=parallel)
     else:
         body = _channel_call(writer, chosen)
     writer.rule("calls", body)
@@ -87,9 +92,12 @@ def call_grammar(
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object without members that it does not name, unless it allows them itself."""
-    properties = schema.get("properties", {})
-    named = bool(properties) and set(schema.get("required", ())) <= properties.keys()
-    if named and "additionalProperties" not in schema and not _combined(schema):
+    names = schema.get("properties", {}).keys()
+    if (
+        set(schema.get("required", ())) <= names
+        and "additionalProperties" not in schema
+        and not _combined(schema)
+    ):
         return {**schema, "additionalProperties": False}
     return dict(schema)
 
@@ -218,6 +226,50 @@ def _python_calls(writer: LarkWriter, calls: PythonCalls, tools: Sequence[Tool],
         opening, closing = f"{opening}[", f"]{closing}"
     row = _repeated(call, quoted(", " if calls.listed else "\n"), parallel=parallel)
     return f"{writer.literal(opening)} {row} {writer.literal(closing)}"
+
+
+def _element_calls(writer: LarkWriter, calls: ElementCalls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    bodies = []
+    for tool in tools:
+        begin = writer.literal(calls.begins[0] + tool.name + calls.name_end)
+        arguments = _elements(writer, calls, tool, tool.parameters, 0)
+        bodies.append(f"{begin} {_SPACE}? {arguments} {writer.literal(calls.close)}")
+    row = _repeated(writer.rule("call", either(bodies)), f"{_SPACE}?", parallel=parallel)
+    closing = writer.literal(calls.closers[-1])
+    return f"{writer.literal(calls.frames[0])} {_SPACE}? {row} {_SPACE}? {closing}"
+
+
+def _elements(
+    writer: LarkWriter, calls: ElementCalls, tool: Tool, schema: Mapping[str, Any], depth: int
+) -> str:
+    """The members of an object, in their order."""
+    members = []
+    for key in schema.get("properties", {}):
+        member = _element(writer, calls, tool, tool.member_schema(schema, key) or {}, key, depth)
+        members.append(member if key in schema.get("required", ()) else f"{member}?")
+    return " ".join(members)
+
+
+def _element(
+    writer: LarkWriter, calls: ElementCalls, tool: Tool, schema: Mapping[str, Any], key: str, depth: int
+) -> str:
+    """A rule for one element, with its value and the white space behind it."""
+    opened, close = writer.literal(f"{calls.prefix}<{key}>"), f"{calls.prefix}</{key}>"
+    types = types_in(tool, schema)
+    options = text_options(schema)
+    if options is not None:
+        value = f"{either([quoted(option) for option in options])} {writer.literal(close)}"
+    elif types == {"object"} and schema.get("properties") and depth < _DEEPEST_ELEMENT:
+        members = _elements(writer, calls, tool, schema, depth + 1)
+        value = f"{_SPACE}? {members} {writer.literal(close)}"
+    elif types == {"array"} and depth < _DEEPEST_ELEMENT:
+        item = _element(writer, calls, tool, tool.item_schema(schema) or {}, calls.item, depth + 1)
+        value = f"{_SPACE}? {item}* {writer.literal(close)}"
+    elif "string" in types:
+        value = writer.until(close)
+    else:
+        value = f"{writer.json(schema, tool.parameters)} {writer.literal(close)}"
+    return writer.numbered("element", f"{opened} {value} {_SPACE}?")
 
 
 def _channel_call(writer: LarkWriter, tools: Sequence[Tool]) -> str:

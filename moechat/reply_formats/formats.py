@@ -5,91 +5,39 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from moechat.reply_formats.known_marks import (
+    COHERE_THINKING,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GEMMA_THINKING,
+    KIMI,
+    LONGCAT_THINKING,
+    MINIMAX,
+    MINIMAX_M3,
+    MISTRAL_NAMED,
+    MISTRAL_THINKING,
+    QWEN_XML,
+    SEED_THINKING,
+    SEED_XML,
+    THINK,
+    argument_tags,
+    dsml,
+)
 from moechat.reply_formats.notations import (
     BracedCalls,
     ChannelCalls,
     JsonCalls,
-    NamedCalls,
     PythonCalls,
     ReplyFormat,
-    TaggedCalls,
     ThoughtMarks,
-)
-
-THINK = (ThoughtMarks("<think>", "</think>"),)
-_SEED = (ThoughtMarks("<seed:think>", "</seed:think>"),)
-# Mistral's first thinking models wrote the usual marks.
-_MISTRAL = (ThoughtMarks("[THINK]", "[/THINK]", anywhere=True), *THINK)
-_COHERE = (ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),)
-_GEMMA = (ThoughtMarks("<|channel>", "<channel|>", label="thought\n", anywhere=True),)
-
-_QWEN_XML = TaggedCalls(
-    frames=("<tool_call>",),
-    begins=("<function=",),
-    name_end=">",
-    key_open="<parameter=",
-    key_end=">",
-    value_close="</parameter>",
-    close="</function>",
-    closers=("</function>", "</tool_call>"),
-    framed=True,
-    trim_lines=True,
-    lines=True,
-)
-_SEED_XML = TaggedCalls(
-    frames=("<seed:tool_call>",),
-    begins=("<function=",),
-    name_end=">",
-    key_open="<parameter=",
-    key_end=">",
-    value_close="</parameter>",
-    close="</function>",
-    closers=("</function>", "</seed:tool_call>"),
-    framed=True,
-    lines=True,
-)
-_GLM = TaggedCalls(
-    begins=("<tool_call>",),
-    name_end="\n",
-    key_open="<arg_key>",
-    key_end="</arg_key>",
-    value_open="<arg_value>",
-    value_close="</arg_value>",
-    close="</tool_call>",
-    closers=("</tool_call>",),
-    inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    lines=True,
-)
-_MINIMAX = TaggedCalls(
-    frames=("<minimax:tool_call>",),
-    begins=('<invoke name="',),
-    name_end='">',
-    key_open='<parameter name="',
-    key_end='">',
-    value_close="</parameter>",
-    close="</invoke>",
-    closers=("</invoke>", "</minimax:tool_call>"),
-    lines=True,
 )
 
 
 def _hunyuan(suffix: str = "", separator: str = "\n") -> ReplyFormat:
     """Hy-V3's and Hy-V4's format: GLM's tags in a frame, each with a suffix that a checkpoint chooses."""
-    end = f"{suffix}>"
-    calls = TaggedCalls(
-        frames=(f"<tool_calls{end}",),
-        begins=(f"<tool_call{end}",),
-        name_end=separator,
-        key_open=f"<arg_key{end}",
-        key_end=f"</arg_key{end}",
-        value_open=f"<arg_value{end}",
-        value_close=f"</arg_value{end}",
-        close=f"</tool_call{end}",
-        closers=(f"</tool_call{end}", f"</tool_calls{end}"),
-        inner=(f"<arg_key{end}", f"</arg_key{end}", f"<arg_value{end}", f"</arg_value{end}", separator),
-        lines=True,
-    )
-    return ReplyFormat(f"hunyuan{suffix}", (ThoughtMarks(f"<think{end}", f"</think{end}"),), calls)
+    calls = argument_tags(suffix=suffix, frame="tool_calls", separator=separator)
+    thoughts = (ThoughtMarks(f"<think{suffix}>", f"</think{suffix}>"),)
+    return ReplyFormat(f"hunyuan{suffix}", thoughts, calls)
 
 
 def _find_hunyuan(texts: str) -> ReplyFormat | None:
@@ -102,57 +50,6 @@ def _find_hunyuan(texts: str) -> ReplyFormat | None:
     return _hunyuan(suffix, separator if separator in texts else "\n")
 
 
-def _dsml(block: str, space: str = "") -> TaggedCalls:
-    """DeepSeek's tags from V3.2 on; the name of the outermost tag differs between versions."""
-    return TaggedCalls(
-        frames=(f"<｜DSML｜{space}{block}>",),
-        begins=(f'<｜DSML｜{space}invoke name="',),
-        name_end='">',
-        key_open=f'<｜DSML｜{space}parameter name="',
-        key_end='" string="false">',
-        string_key_end='" string="true">',
-        value_close=f"</｜DSML｜{space}parameter>",
-        close=f"</｜DSML｜{space}invoke>",
-        closers=(f"</｜DSML｜{space}invoke>", f"</｜DSML｜{space}{block}>"),
-        inner=("｜DSML｜",),
-        lines=True,
-    )
-
-
-_DEEPSEEK_FRAME, _DEEPSEEK_SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"
-_DEEPSEEK_CLOSERS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_V3 = NamedCalls(
-    frames=(_DEEPSEEK_FRAME,),
-    begins=("<｜tool▁call▁begin｜>",),
-    head="typed",
-    head_end=_DEEPSEEK_SEPARATOR,
-    closers=_DEEPSEEK_CLOSERS,
-    inner=(_DEEPSEEK_SEPARATOR,),
-)
-_DEEPSEEK_V31 = NamedCalls(
-    frames=(_DEEPSEEK_FRAME,),
-    begins=("<｜tool▁call▁begin｜>",),
-    head="plain",
-    head_end=_DEEPSEEK_SEPARATOR,
-    closers=_DEEPSEEK_CLOSERS,
-    inner=(_DEEPSEEK_SEPARATOR,),
-)
-_KIMI = NamedCalls(
-    frames=("<|tool_calls_section_begin|>",),
-    begins=("<|tool_call_begin|>",),
-    head="numbered",
-    head_end="<|tool_call_argument_begin|>",
-    closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    inner=("<|tool_call_argument_begin|>",),
-)
-_MISTRAL_NAMED = NamedCalls(
-    begins=("[TOOL_CALLS]",),
-    head="id",
-    head_end="[ARGS]",
-    id_begin="[CALL_ID]",
-    inner=("[ARGS]", "[CALL_ID]"),
-)
-
 # Formats by marks of their chat templates, all of which must occur. The first row that fits counts, so a row
 # stands before those whose marks it has too.
 TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
@@ -160,19 +57,23 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
         ("<|channel|>", "<|message|>"),
         ReplyFormat("gpt-oss", (), ChannelCalls(begins=()), channels=True, thinking_field="thinking"),
     ),
-    (("｜DSML｜", "function_calls>"), ReplyFormat("deepseek-v3.2", THINK, _dsml("function_calls"))),
-    (("｜DSML｜", " calls>"), ReplyFormat("deepseek-v4.1", THINK, _dsml("calls", " "))),
-    (("｜DSML｜",), ReplyFormat("deepseek-v4", THINK, _dsml("tool_calls"))),
-    (("<｜tool▁calls▁begin｜>", "```json"), ReplyFormat("deepseek-v3", THINK, _DEEPSEEK_V3)),
-    (("<｜tool▁calls▁begin｜>",), ReplyFormat("deepseek-v3.1", THINK, _DEEPSEEK_V31)),
-    (("<|tool_calls_section_begin|>",), ReplyFormat("kimi", THINK, _KIMI)),
-    (("<minimax:tool_call>",), ReplyFormat("minimax", THINK, _MINIMAX)),
-    (("<seed:tool_call>",), ReplyFormat("seed", _SEED, _SEED_XML)),
+    (("｜DSML｜", "function_calls>"), ReplyFormat("deepseek-v3.2", THINK, dsml("function_calls"))),
+    (("｜DSML｜", " calls>"), ReplyFormat("deepseek-v4.1", THINK, dsml("calls", " "))),
+    (("｜DSML｜",), ReplyFormat("deepseek-v4", THINK, dsml("tool_calls"))),
+    (("<｜tool▁calls▁begin｜>", "```json"), ReplyFormat("deepseek-v3", THINK, DEEPSEEK_V3)),
+    (("<｜tool▁calls▁begin｜>",), ReplyFormat("deepseek-v3.1", THINK, DEEPSEEK_V31)),
+    (("<|tool_calls_section_begin|>",), ReplyFormat("kimi", THINK, KIMI)),
+    (
+        ("]<]minimax[>[",),
+        ReplyFormat("minimax-m3", (ThoughtMarks("<mm:think>", "</mm:think>"),), MINIMAX_M3),
+    ),
+    (("<minimax:tool_call>",), ReplyFormat("minimax", THINK, MINIMAX)),
+    (("<seed:tool_call>",), ReplyFormat("seed", SEED_THINKING, SEED_XML)),
     (
         ("<|tool_call>", '<|"|>'),
         ReplyFormat(
             "gemma",
-            _GEMMA,
+            GEMMA_THINKING,
             BracedCalls(begins=("<|tool_call>",), closers=("<tool_call|>",), quote='<|"|>', inner=('<|"|>',)),
         ),
     ),
@@ -189,18 +90,18 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
             ),
         ),
     ),
-    (("[TOOL_CALLS]", "[ARGS]"), ReplyFormat("mistral", _MISTRAL, _MISTRAL_NAMED, short_ids=True)),
+    (("[TOOL_CALLS]", "[ARGS]"), ReplyFormat("mistral", MISTRAL_THINKING, MISTRAL_NAMED, short_ids=True)),
     (
         ("[TOOL_CALLS]",),
         ReplyFormat(
-            "mistral-json", _MISTRAL, JsonCalls(begins=("[TOOL_CALLS]",), array=True), short_ids=True
+            "mistral-json", MISTRAL_THINKING, JsonCalls(begins=("[TOOL_CALLS]",), array=True), short_ids=True
         ),
     ),
     (
         ("<|START_ACTION|>", '"tool_name"'),
         ReplyFormat(
             "cohere",
-            _COHERE,
+            COHERE_THINKING,
             JsonCalls(
                 begins=("<|START_ACTION|>",),
                 closers=("<|END_ACTION|>",),
@@ -229,8 +130,8 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
             "nemotron", THINK, JsonCalls(begins=("<TOOLCALL>",), closers=("</TOOLCALL>",), array=True)
         ),
     ),
-    (("<tool_call>", "<function="), ReplyFormat("qwen-xml", THINK, _QWEN_XML)),
-    (("<tool_call>", "<arg_key>"), ReplyFormat("glm", THINK, _GLM)),
+    (("<tool_call>", "<function="), ReplyFormat("qwen-xml", THINK, QWEN_XML)),
+    (("<tool_call>", "<arg_key>"), ReplyFormat("glm", THINK, argument_tags())),
     (
         ("<tool_call>",),
         ReplyFormat(
@@ -238,10 +139,14 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
         ),
     ),
     (
+        ("<longcat_tool_call>", "<longcat_arg_key>"),
+        ReplyFormat("longcat-tags", LONGCAT_THINKING, argument_tags("longcat_")),
+    ),
+    (
         ("<longcat_tool_call>",),
         ReplyFormat(
             "longcat",
-            THINK,
+            LONGCAT_THINKING,
             JsonCalls(begins=("<longcat_tool_call>",), closers=("</longcat_tool_call>",), lines=True),
         ),
     ),
@@ -285,13 +190,17 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
 # A model without tools, whose thinking is recognised if it is marked as most do.
 PLAIN = ReplyFormat("plain", THINK)
 _THOUGHTS_ONLY = (
-    ("[THINK]", ReplyFormat("plain-mistral", _MISTRAL)),
-    ("<seed:think>", ReplyFormat("plain-seed", _SEED)),
-    ("<|channel>", ReplyFormat("plain-gemma", _GEMMA)),
+    ("[THINK]", ReplyFormat("plain-mistral", MISTRAL_THINKING)),
+    ("<seed:think>", ReplyFormat("plain-seed", SEED_THINKING)),
+    ("<|channel>", ReplyFormat("plain-gemma", GEMMA_THINKING)),
 )
 
 # What any model may write, for a chat without tools.
-ANY_THINKING = ReplyFormat("any-thinking", (*_SEED, *_MISTRAL, *_GEMMA, *_COHERE), channels=True)
+ANY_THINKING = ReplyFormat(
+    "any-thinking",
+    (*SEED_THINKING, *MISTRAL_THINKING, *GEMMA_THINKING, *COHERE_THINKING, *LONGCAT_THINKING[:1]),
+    channels=True,
+)
 
 FORMATS: dict[str, ReplyFormat] = {
     found.name: found for found in (*(row[-1] for row in (*TABLE, *_THOUGHTS_ONLY)), _hunyuan(), PLAIN)

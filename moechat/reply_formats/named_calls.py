@@ -25,9 +25,7 @@ def read_named_call(source: Source, sink: CallSink, calls: NamedCalls) -> Readin
         return
     name, call_id = yield from _read_head(source, calls)
     yield from source.space()
-    fenced = False
-    if calls.head == "typed":
-        fenced = bool((yield from source.take(f"{_FENCE}json", _FENCE)))
+    fenced = yield from source.take(f"{_FENCE}json", _FENCE)
     yield from read_arguments(source, lambda: sink.begin(name, call_id), sink.arguments)
     end = source.at
     if fenced:
@@ -55,7 +53,7 @@ def _read_head(source: Source, calls: NamedCalls) -> Reading[tuple[str, str | No
         if numbered is None:
             raise MalformedError
         return checked_name(numbered[1]), head
-    if calls.head == "typed":
-        yield from source.space()
+    yield from source.space()
+    if (yield from source.peek()) not in ("{", '"', "`"):  # what stood before the mark was a type
         written, _ = yield from source.text_to(Marks(("\n",)), LONGEST_NAME)
     return checked_name(written), None

@@ -140,11 +140,30 @@ class BracedCalls(CallMarks):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElementCalls(CallMarks):
+    """Calls with an element named after each argument, ``<key>value</key>``, nested for objects and arrays.
+
+    ``BEGIN name NAME_END``, the elements, ``CLOSE``.
+
+    Attributes:
+        prefix: Stands before every tag, so that values may contain tags (MiniMax-M3).
+        name_end: Behind the name.
+        close: Behind the arguments.
+        item: Name of the elements of arrays.
+    """
+
+    prefix: str
+    name_end: str
+    close: str
+    item: str = "item"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChannelCalls(CallMarks):
     """Calls that are messages to a tool, in a reply that consists of messages in channels (gpt-oss)."""
 
 
-Calls = JsonCalls | NamedCalls | TaggedCalls | PythonCalls | BracedCalls | ChannelCalls
+Calls = JsonCalls | NamedCalls | TaggedCalls | PythonCalls | BracedCalls | ElementCalls | ChannelCalls
 
 
 @dataclass(frozen=True)

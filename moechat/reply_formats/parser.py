@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from moechat.reply_formats.call_sink import CallSink
 from moechat.reply_formats.channels import CHANNEL, CHANNEL_MARKS, END, START, read_messages
 from moechat.reply_formats.events import Event, Text
-from moechat.reply_formats.formats import THINK
+from moechat.reply_formats.known_marks import THINK
 from moechat.reply_formats.notations import ReplyFormat
 from moechat.reply_formats.readers import read_calls
 from moechat.reply_formats.source import SPACE, MalformedError, Marks, Reading, Source
@@ -68,7 +68,7 @@ class ReplyParser:
             (CHANNEL, START, "to=") if calls is not None else (CHANNEL, START)
         ) * format.channels
         inner = calls.inner if calls is not None else ()
-        self._known = frozenset(searched + inner + CHANNEL_MARKS * format.channels)
+        self._known = frozenset(searched + inner + (CHANNEL, START) * format.channels)
         self._run: Generator[None, None, None] | None = self._reply()
         self._advance()
 
@@ -115,11 +115,13 @@ class ReplyParser:
         if mark in self._channels or (self._channels and not opens):
             if not mark:
                 source.at = 0
+            self._known |= frozenset(CHANNEL_MARKS)
             with_calls = self._calls is not None
             yield from read_messages(
                 source, self._sink, self._message_text, mark or END, with_calls=with_calls
             )
             return True
+        self._known -= frozenset(self._channels)  # other models end an answer with such a mark
         if mark:  # where the prompt has opened the thought already, the model repeats the mark
             yield from self._open_thought(mark)
         elif self._closes:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from moechat.reply_formats.braced_calls import read_braced_call
 from moechat.reply_formats.call_sink import CallSink
+from moechat.reply_formats.element_calls import read_element_call
 from moechat.reply_formats.json_calls import read_json_calls
 from moechat.reply_formats.named_calls import read_named_call
 from moechat.reply_formats.notations import (
     BracedCalls,
     Calls,
+    ElementCalls,
     JsonCalls,
     NamedCalls,
     PythonCalls,
@@ -48,5 +50,7 @@ def read_calls(
         yield from read_tagged_call(source, sink, calls, tools)
     elif isinstance(calls, BracedCalls):
         yield from read_braced_call(source, sink, calls)
+    elif isinstance(calls, ElementCalls):
+        yield from read_element_call(source, sink, calls, tools)
     else:  # messages in channels are read from the beginning of the reply
         raise MalformedError

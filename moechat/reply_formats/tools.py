@@ -29,11 +29,20 @@ class Tool:
 
     def schema_of(self, parameter: str) -> Mapping[str, Any] | None:
         """The schema of one parameter, its reference resolved; ``None`` if there is none."""
-        properties = self.parameters.get("properties")
-        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        if schema is None:
-            schema = self.parameters.get("additionalProperties")
-        return self.resolved(schema) if isinstance(schema, Mapping) else None
+        return self.member_schema(self.parameters, parameter)
+
+    def member_schema(self, schema: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+        """The schema of a member of an object within the parameters; ``None`` if there is none."""
+        properties = schema.get("properties")
+        member = properties.get(name) if isinstance(properties, Mapping) else None
+        if member is None:
+            member = schema.get("additionalProperties")
+        return self.resolved(member) if isinstance(member, Mapping) else None
+
+    def item_schema(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The schema of the items of an array within the parameters; ``None`` if there is none."""
+        items = schema.get("items")
+        return self.resolved(items) if isinstance(items, Mapping) else None
 
     def resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The schema that a ``$ref`` within the parameters refers to; ``None`` if it cannot be found."""
@@ -128,4 +137,6 @@ def _parameters(schema: object, place: str) -> Mapping[str, Any]:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise UsageError(f"{place}.required must be a list of names")
-    return {**schema, "type": "object", "properties": properties}
+    # Templates expect properties; a schema that names none allows any.
+    anything = {} if "properties" in schema else {"additionalProperties": True}
+    return {**anything, **schema, "type": "object", "properties": properties}

@@ -19,10 +19,11 @@ _LONGEST_LITERAL = 1 << 16
 def types_of(tool: Tool | None, parameter: str) -> frozenset[str]:
     """The JSON types that a parameter may have; all of them if it is unknown."""
     schema = tool.schema_of(parameter) if tool is not None else None
-    return _types(tool, schema, 0) if tool is not None and schema is not None else ALL_TYPES
+    return types_in(tool, schema) if tool is not None and schema is not None else ALL_TYPES
 
 
-def _types(tool: Tool, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+def types_in(tool: Tool, schema: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a value within a tool's parameters may have; all of them if that is unknown."""
     resolved = tool.resolved(schema)
     if resolved is None or depth > 8:
         return ALL_TYPES
@@ -34,7 +35,7 @@ def _types(tool: Tool, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
     for key in ("anyOf", "oneOf"):
         options = resolved.get(key)
         if isinstance(options, list) and options:
-            types = [_types(tool, option, depth + 1) for option in options if isinstance(option, Mapping)]
+            types = [types_in(tool, option, depth + 1) for option in options if isinstance(option, Mapping)]
             return frozenset().union(*types) or ALL_TYPES
     for key, values in (("enum", resolved.get("enum")), ("const", [resolved.get("const")])):
         if key in resolved and isinstance(values, list) and values:

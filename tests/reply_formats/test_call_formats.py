@@ -116,6 +116,29 @@ Paris
 </minimax:tool_call>""",
     ),
     (
+        "minimax-m3",
+        """Sure.]<]minimax[>[<tool_call>
+]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>
+]<]minimax[>[<days>3]<]minimax[>[</days>
+]<]minimax[>[<place>]<]minimax[>[<street>x]<]minimax[>[</street>]<]minimax[>[</place>]<]minimax[>[</invoke>
+]<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>
+]<]minimax[>[</tool_call>""",
+    ),
+    (
+        "longcat-tags",
+        """Sure.
+<longcat_tool_call>get_weather
+<longcat_arg_key>city</longcat_arg_key>
+<longcat_arg_value>Paris</longcat_arg_value>
+<longcat_arg_key>days</longcat_arg_key>
+<longcat_arg_value>3</longcat_arg_value>
+<longcat_arg_key>place</longcat_arg_key>
+<longcat_arg_value>{"street": "x"}</longcat_arg_value>
+</longcat_tool_call>
+<longcat_tool_call>now
+</longcat_tool_call>""",
+    ),
+    (
         "seed",
         """Sure.
 <seed:tool_call>
@@ -295,6 +318,38 @@ def test_hunyuans_marks_have_the_suffix_of_the_checkpoint(separator: str) -> Non
         "Sure.",
         (Call("get_weather", '{"city": "Paris"}'),),
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("<units>@<item>a@</item> @<item><b>@</item>@</units>", "units", ["a", "<b>"]),
+        ("<units>@</units>", "units", []),
+        ('<units>["a"]@</units>', "units", ["a"]),
+        ("<place>@</place>", "place", {}),
+        ("<city>@</city>", "city", ""),
+        ("<city> a <b> @</city>", "city", " a <b> "),
+        ("<days>1400.0@</days>", "days", 1400),
+        ("<note>null@</note>", "note", None),
+        ("<other>@<item>@<k>1@</k>@</item>@</other>", "other", [{"k": 1}]),
+        ("<other>@<k>true@</k>@</other>", "other", {"k": True}),
+    ],
+)
+def test_nested_elements_become_json(written: str, key: str, value: object) -> None:
+    mark = "]<]minimax[>["
+    elements = f"{mark}{written.replace('@', mark)}"
+    text = f'{mark}<tool_call>{mark}<invoke name="get_weather">{elements}{mark}</invoke>{mark}</tool_call>'
+    (call,) = whole_reply(same_however_divided(FORMATS["minimax-m3"], text)).calls
+    assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    "elements", ["<a>1@</b>", "<a>1", "<a>@<b>1@</a>", "</a>", "<>@</>", "<a>1@</a>@<a>2@</a>"]
+)
+def test_elements_that_do_not_match_are_no_call(elements: str) -> None:
+    mark = "]<]minimax[>["
+    text = f'{mark}<invoke name="now">{mark}{elements.replace("@", mark)}{mark}</invoke>'
+    assert same_however_divided(FORMATS["minimax-m3"], text, hold_calls=True) == [Text(text)]
 
 
 def test_kimi_and_mistral_give_ids() -> None:

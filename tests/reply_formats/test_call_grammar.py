@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from places import ROOT
-from reply_support import TOOLS, call_marks, function
+from reply_support import TOOLS, WEATHER, call_marks, function, parse
 from test_call_formats import WRITTEN
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moechat.errors import UsageError
 from moechat.models.assets import load_tokenizer
-from moechat.reply_formats import FORMATS, Tool, call_grammar, grammar_tokens, validated_tools
+from moechat.reply_formats import FORMATS, Tool, call_grammar, grammar_tokens, validated_tools, whole_reply
 
 END = "<eos>"
+M3 = "]<]minimax[>["
 DEMO = ROOT / "moechat" / "hub" / "demo"
 # In these formats the sample has a form that is read but not forced, or text within.
 READ_ONLY = {
@@ -50,6 +52,10 @@ class Grammar:
         tokenizer = LLTokenizer(self._tokenizer.to_str(), eos_token=self._tokenizer.token_to_id(END))
         self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(text))
         assert not self._matcher.is_error(), self._matcher.get_error()
+        # For random texts: printable ASCII and special tokens, those that end values more often.
+        signs = {sign: 20 if sign in "\"'<>/]})" else 1 for sign in map(chr, range(33, 127))}
+        weights = {**signs, "\u0120": 1, "\u010a": 1, **dict.fromkeys(special, 20)}
+        self._weights = {self._tokenizer.token_to_id(sign): weight for sign, weight in weights.items()}
 
     def accepts(self, text: str) -> bool:
         """Whether the text, and nothing more, follows the grammar."""
@@ -59,6 +65,20 @@ class Grammar:
             if self._matcher.try_consume_tokens([token]) != 1:
                 return False
         return self._matcher.is_accepting()
+
+    def random_text(self, random: Random, most: int = 1200) -> str | None:
+        """A random text that follows the grammar; ``None`` if it does not end soon."""
+        self._matcher.reset()
+        tokens: list[int] = []
+        for _ in range(most):
+            bits = int.from_bytes(self._matcher.compute_bitmask(), "little")
+            allowed = [token for token in self._weights if bits >> token & 1]
+            if self._matcher.is_accepting() and (not allowed or random.random() < 0.3):
+                return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+            token = random.choices(allowed, [self._weights[token] for token in allowed])[0]
+            assert self._matcher.consume_token(token)
+            tokens.append(token)
+        return None
 
     def may_begin(self, text: str) -> bool:
         """Whether the text is the beginning of one that follows the grammar."""
@@ -167,6 +187,25 @@ def test_a_thought_may_come_first_and_an_open_one_ends_first(name: str, special:
     assert not inside.accepts(f"hm {text}")
 
 
+@pytest.mark.parametrize("name", sorted({name for name, _ in (*SAMPLES, *MORE)}))
+def test_whatever_a_grammar_allows_is_read_as_calls(name: str) -> None:
+    random = Random(name)
+    checked = grammar(name, special=True)
+    walks = [text for text in (checked.random_text(random) for _ in range(8)) if text is not None]
+    assert walks
+    for text in walks:
+        reply = whole_reply(parse(FORMATS[name], text))
+        assert reply.calls, text
+        assert not reply.text.strip(), text
+        for call in reply.calls:
+            arguments = json.loads(call.arguments)
+            assert set(arguments) <= set(WEATHER["properties"]), text
+            if call.name == "get_weather":
+                assert "city" in arguments, text
+                assert isinstance(arguments.get("days", 0), int), text
+                assert isinstance(arguments.get("wind", True), bool), text
+
+
 def test_gpt_oss_may_think_and_may_name_the_tool_in_the_role() -> None:
     checked = grammar("gpt-oss", special=True)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
@@ -207,7 +246,7 @@ KINDS = {
 
 
 @SPECIAL
-@pytest.mark.parametrize("name", ["qwen-xml", "glm", "deepseek-v4", "lfm2", "gemma"])
+@pytest.mark.parametrize("name", ["qwen-xml", "glm", "deepseek-v4", "minimax-m3", "lfm2", "gemma"])
 @pytest.mark.parametrize(
     ("values", "accepted"),
     [
@@ -251,11 +290,23 @@ def written(name: str, values: dict[str, Any]) -> str:
         return (
             f'<{mark}tool_calls>\n<{mark}invoke name="measure">\n{tags}</{mark}invoke>\n</{mark}tool_calls>'
         )
+    if name == "minimax-m3":
+        return (
+            f'{M3}<tool_call>\n{M3}<invoke name="measure">{elements(values)}{M3}</invoke>\n{M3}</tool_call>'
+        )
     if name == "lfm2":
         items = ", ".join(f"{key}={python(value)}" for key, value in values.items())
         return f"<|tool_call_start|>[measure({items})]<|tool_call_end|>"
     items = ",".join(f"{key}:{gemma(value)}" for key, value in values.items())
     return f"<|tool_call>call:measure{{{items}}}<tool_call|>"
+
+
+def elements(value: Any) -> str:
+    if isinstance(value, dict):
+        return "".join(f"{M3}<{key}>{elements(item)}{M3}</{key}>" for key, item in value.items())
+    if isinstance(value, list):
+        return "".join(f"{M3}<item>{elements(item)}{M3}</item>" for item in value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def python(value: Any) -> str:
@@ -272,10 +323,18 @@ def gemma(value: Any) -> str:
     return json.dumps(value)
 
 
-def test_tools_that_take_anything_may_get_anything() -> None:
-    tools = validated_tools([function("f", {"type": "object", "additionalProperties": True})])
-    checked = grammar("hermes", special=False, tools=tools)
-    assert checked.accepts('<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>')
+def test_tools_that_take_anything_may_get_anything_and_those_without_parameters_nothing() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>'
+    for parameters in (
+        {"type": "object"},
+        {"type": "object", "properties": {}, "additionalProperties": True},
+    ):
+        assert grammar("hermes", special=False, tools=validated_tools([function("f", parameters)])).accepts(
+            text
+        )
+    for parameters in (None, {}, {"type": "object", "properties": {}}):
+        tools = validated_tools([function("f", parameters)])
+        assert not grammar("hermes", special=False, tools=tools).accepts(text)
 
 
 def test_keywords_that_are_not_known_do_not_matter() -> None:

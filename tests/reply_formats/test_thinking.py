@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.reply_formats.thinking import Part, ThoughtSplitter
+from moechat.reply_formats.thinking import Part, ThoughtSplitter, opens_thought
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,37 @@ def test_separating_thinking_loses_and_adds_no_text(pieces: list[str]) -> None:
     for kind in (True, False):
         of_whole = "".join(part.text for part in whole if part.thought == kind)
         assert of_whole == "".join(part.text for part in single if part.thought == kind)
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|channel>thought\n", "<channel|>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<longcat_think>", "</longcat_think>"),
+    ],
+)
+def test_every_notation_is_known(opened: str, closed: str) -> None:
+    assert splitted(f"{opened}hm{closed}\n\nyes") == [Part("hm", True), Part("yes", False)]
+    assert splitted(f"hm{closed}yes", thinking=True) == [Part("hm", True), Part("yes", False)]
+    assert opens_thought(f"<|user|>hi<|assistant|>{opened}\n")
+    assert not opens_thought(f"<|user|>hi<|assistant|>{opened}\n\n{closed}\n\n")
+
+
+def splitted(text: str, *, thinking: bool = False) -> list[Part]:
+    splitter = ThoughtSplitter(thinking=thinking)
+    return [*splitter.feed(text), *splitter.flush()]
+
+
+def test_special_tokens_out_of_place_are_ignored() -> None:
+    splitter = ThoughtSplitter()
+    parts = [
+        *splitter.feed("a"),
+        *splitter.special("<think>"),
+        *splitter.special("<|end|>"),
+        *splitter.feed("b"),
+    ]
+    assert [*parts, *splitter.flush()] == [Part("a", False), Part("b", False)]

@@ -77,8 +77,9 @@ def call_marks(format: ReplyFormat) -> list[str]:
         [*CHANNEL_MARKS] if format.channels else [*calls.begins, *calls.frames, *calls.closers, *calls.inner]
     )
     marks += [mark for thought in format.thoughts for mark in (thought.open, thought.close)]
-    if "｜DSML｜" in marks:  # the token within all the others
-        return ["｜DSML｜", "<think>", "</think>"]
+    for within in ("｜DSML｜", "]<]minimax[>["):  # tokens that are parts of all the others
+        if within in marks:
+            return [within, *(mark for thought in format.thoughts for mark in (thought.open, thought.close))]
     return [mark for mark in dict.fromkeys(marks) if re.fullmatch(r"<[^ =]+>|\[[A-Z/_]+\]", mark)]
 
 
