@@ -48,7 +48,7 @@ def read_messages(
         thought = False  # behind the end of a message stands text without a header
         if mark not in _ENDS:
             thought = yield from _read_header(source, sink, emit, mark, with_calls=with_calls)
-        mark = yield from source.pass_to(_IN_TEXT, partial(_emit, emit, thought))
+        mark = yield from source.pass_to(_IN_TEXT, partial(_emit, emit, thought), forget=True)
 
 
 def _emit(emit: EmitText, thought: bool, text: str) -> None:

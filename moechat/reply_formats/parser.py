@@ -28,6 +28,7 @@ class ReplyParser:
     - A name that none of the tools has is still a call: the client decides. The exception are calls without
       any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
     - A call within a thought ends the thought: models forget the mark that does.
+    - A thought of white space alone is none: some models write an empty one if they do not think.
 
     Args:
         format: How the model writes.
@@ -54,6 +55,7 @@ class ReplyParser:
         # Closing marks of the thought that is open. If the prompt has opened it, any of the format's.
         self._closes = frozenset(thought.close for thought in self._thoughts if thinking)
         self._pending = ""  # white space and frames of calls: emitted if text follows, not if a call does
+        self._thinks = False  # the thought that is open has text
         self._follows: str = ""  # "thought" or "call": white space is dropped
         calls = self._calls
         opens = tuple(thought.open for thought in self._thoughts)
@@ -101,9 +103,8 @@ class ReplyParser:
     def _reply(self) -> Generator[None, None, None]:
         if (yield from self._beginning()):
             return
-        while mark := (yield from self._source.pass_to(self._marks, self._text)):
+        while mark := (yield from self._source.pass_to(self._marks, self._text, forget=True)):
             yield from self._at_mark(mark)
-            self._source.forget()
         self._flush()
 
     def _beginning(self) -> Reading[bool]:
@@ -134,7 +135,9 @@ class ReplyParser:
     def _at_mark(self, mark: str) -> Reading[None]:
         source, calls = self._source, self._calls
         if mark in self._closes:
-            self._flush()
+            if self._pending.strip():
+                self._flush()
+            self._pending = ""
             self._closes, self._follows = frozenset(), "thought"
             yield from source.space()
             yield from self._bare_call()
@@ -157,7 +160,7 @@ class ReplyParser:
         if thought.label:
             yield from self._source.take(thought.label)
         self._flush()
-        self._closes = frozenset({thought.close})
+        self._closes, self._thinks = frozenset({thought.close}), False
 
     def _bare_call(self) -> Reading[None]:
         if self._calls is not None and self._calls.bare_begin:
@@ -190,11 +193,11 @@ class ReplyParser:
     def _text(self, piece: str) -> None:
         """Emit text; white space at its end waits until it is known what follows."""
         if self._closes:
-            if self._pending and not piece.strip(SPACE):
+            if not piece.strip(SPACE) and (self._pending or not self._thinks):
                 self._pending += piece
             else:
                 self._emit(self._pending + piece)
-                self._pending = ""
+                self._pending, self._thinks = "", True
             return
         if self._follows:
             piece = piece.lstrip(SPACE)

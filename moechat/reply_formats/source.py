@@ -144,12 +144,13 @@ class Source:
         self.at = found.end()
         return found.group()
 
-    def pass_to(self, marks: Marks, emit: Callable[[str], None]) -> Reading[str]:
+    def pass_to(self, marks: Marks, emit: Callable[[str], None], *, forget: bool = False) -> Reading[str]:
         """Move over the text up to the first mark, and over the mark.
 
         Args:
             marks: Where to stop.
             emit: Called with pieces of the text before the mark as soon as they are certain.
+            forget: Drop the text that has been passed; no reader may keep a position in it.
 
         Returns:
             The mark; empty at the end of the reply.
@@ -167,6 +168,8 @@ class Source:
             if certain > self.at:
                 emit(self._text[self.at : certain])
                 self.at = certain
+                if forget:
+                    self.forget()
             if not (yield from self.more()) and not held:
                 return ""
 

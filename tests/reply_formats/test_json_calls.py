@@ -61,6 +61,20 @@ def test_a_thought_is_separated_and_a_call_ends_it() -> None:
     assert after == [Text("hm", thought=True), Text("yes")]
 
 
+def test_an_empty_thought_is_none() -> None:
+    assert same_however_divided(HERMES, "<think>\n\n</think>\n\nyes") == [Text("yes")]
+    assert same_however_divided(HERMES, "\n</think>yes", thinking=True) == [Text("yes")]
+    assert same_however_divided(HERMES, "<think>\n a \n</think>") == [Text("\n a \n", thought=True)]
+
+
+def test_a_long_reply_takes_time_in_proportion_to_its_length() -> None:
+    # Copies of all text so far at each piece would take minutes.
+    piece = "The quick brown fox <b> jumps. " * 8
+    parser = ReplyParser(HERMES, TOOLS)
+    events = [event for _ in range(40_000) for event in parser.feed(piece)]
+    assert whole_reply([*events, *parser.end()]).text == piece * 40_000
+
+
 def test_a_thought_that_the_prompt_and_the_model_open_is_one() -> None:
     assert same_however_divided(HERMES, "<think>hm</think>a", thinking=True) == [
         Text("hm", thought=True),
