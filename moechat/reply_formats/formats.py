@@ -10,6 +10,7 @@ from moechat.reply_formats.known_marks import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GEMMA_THINKING,
+    HERMES,
     KIMI,
     LONGCAT_THINKING,
     MINIMAX,
@@ -133,11 +134,10 @@ TABLE: tuple[tuple[tuple[str, ...], ReplyFormat], ...] = (
     (("<tool_call>", "<function="), ReplyFormat("qwen-xml", THINK, QWEN_XML)),
     (("<tool_call>", "<arg_key>"), ReplyFormat("glm", THINK, argument_tags())),
     (
-        ("<tool_call>",),
-        ReplyFormat(
-            "hermes", THINK, JsonCalls(begins=("<tool_call>",), closers=("</tool_call>",), lines=True)
-        ),
+        ("<tool_call>", "<response>", "</response>"),
+        ReplyFormat("ernie", THINK, HERMES, answer=("<response>", "</response>")),
     ),
+    (("<tool_call>",), ReplyFormat("hermes", THINK, HERMES)),
     (
         ("<longcat_tool_call>", "<longcat_arg_key>"),
         ReplyFormat("longcat-tags", LONGCAT_THINKING, argument_tags("longcat_")),
@@ -213,7 +213,7 @@ def detect(chat_template: str | None, special_tokens: Collection[str] = ()) -> R
     Args:
         chat_template: The template's text; ``None`` if there is none.
         special_tokens: Texts of the tokenizer's special tokens. They count where the template has tools but
-            no marks of calls.
+            no marks of calls, or where there is no template.
 
     Returns:
         The format whose marks were found; without any, one without calls of tools.
@@ -226,8 +226,8 @@ def detect(chat_template: str | None, special_tokens: Collection[str] = ()) -> R
             if found.name == "mistral-json" and "[ARGS]" in special_tokens:
                 return FORMATS["mistral"]
             return found
-    # Some templates name the tools but leave it to the model how it calls them.
-    for marks, found in TABLE if "tools" in template else ():
+    # Some templates have tools but leave it to the model how it calls them; some tokenizers have no template.
+    for marks, found in TABLE if chat_template is None or "tools" in template else ():
         if all(mark in special_tokens for mark in marks):
             return found
     for mark, found in _THOUGHTS_ONLY:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moechat.reply_formats.notations import ElementCalls, NamedCalls, TaggedCalls, ThoughtMarks
+from moechat.reply_formats.notations import ElementCalls, JsonCalls, NamedCalls, TaggedCalls, ThoughtMarks
 
 THINK = (ThoughtMarks("<think>", "</think>"),)
 SEED_THINKING = (ThoughtMarks("<seed:think>", "</seed:think>"),)
@@ -12,6 +12,7 @@ LONGCAT_THINKING = (ThoughtMarks("<longcat_think>", "</longcat_think>"), *THINK)
 COHERE_THINKING = (ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),)
 GEMMA_THINKING = (ThoughtMarks("<|channel>", "<channel|>", label="thought\n", anywhere=True),)
 
+HERMES = JsonCalls(begins=("<tool_call>",), closers=("</tool_call>",), lines=True)
 QWEN_XML = TaggedCalls(
     frames=("<tool_call>",),
     begins=("<function=",),

@@ -174,6 +174,7 @@ class ReplyFormat:
         name: For messages and tests.
         thoughts: Marks of thinking.
         calls: How calls of tools are written; ``None``: the model has no tools.
+        answer: The two marks around an answer, which carry nothing; recognised at its beginning.
         channels: Replies consist of messages in channels, see :mod:`moechat.reply_formats.channels`.
         thinking_field: The member of a message in which its chat templates look for earlier thinking.
         short_ids: Its chat templates demand ids of calls of nine letters and digits.
@@ -182,6 +183,7 @@ class ReplyFormat:
     name: str
     thoughts: tuple[ThoughtMarks, ...] = ()
     calls: Calls | None = None
+    answer: tuple[str, ...] = ()
     channels: bool = False
     thinking_field: str = "reasoning_content"
     short_ids: bool = False

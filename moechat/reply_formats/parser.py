@@ -56,12 +56,15 @@ class ReplyParser:
         self._closes = frozenset(thought.close for thought in self._thoughts if thinking)
         self._pending = ""  # white space and frames of calls: emitted if text follows, not if a call does
         self._thinks = False  # the thought that is open has text
+        self._answer = format.answer
+        self._in_answer = False  # the answer stands between marks, and the first has been read
+        self._cut_off: frozenset[str] = frozenset()  # closing marks of a thought that a call ended
         self._follows: str = ""  # "thought" or "call": white space is dropped
         calls = self._calls
         opens = tuple(thought.open for thought in self._thoughts)
         closes = tuple(thought.close for thought in self._thoughts)
         self._thought_marks = frozenset(opens + closes)
-        searched = opens + closes
+        searched = opens + closes + self._answer[1:]
         if calls is not None:
             searched += calls.begins + calls.frames + calls.closers
         self._marks = Marks(searched)
@@ -70,7 +73,7 @@ class ReplyParser:
             (CHANNEL, START, "to=") if calls is not None else (CHANNEL, START)
         ) * format.channels
         inner = calls.inner if calls is not None else ()
-        self._known = frozenset(searched + inner + (CHANNEL, START) * format.channels)
+        self._known = frozenset(searched + self._answer + inner + (CHANNEL, START) * format.channels)
         self._run: Generator[None, None, None] | None = self._reply()
         self._advance()
 
@@ -129,7 +132,7 @@ class ReplyParser:
             source.at = 0
         else:
             self._pending = source.raw(0, source.at)
-            yield from self._bare_call()
+            yield from self._begin_answer()
         return False
 
     def _at_mark(self, mark: str) -> Reading[None]:
@@ -140,7 +143,11 @@ class ReplyParser:
             self._pending = ""
             self._closes, self._follows = frozenset(), "thought"
             yield from source.space()
-            yield from self._bare_call()
+            yield from self._begin_answer()
+        elif self._in_answer and mark == self._answer[-1]:
+            self._pending, self._in_answer, self._follows = "", False, "call"
+        elif mark in self._cut_off:
+            self._cut_off = frozenset()
         elif calls is not None and mark in calls.begins:
             yield from self._call(mark)
         elif calls is not None and mark in calls.frames:
@@ -162,7 +169,10 @@ class ReplyParser:
         self._flush()
         self._closes, self._thinks = frozenset({thought.close}), False
 
-    def _bare_call(self) -> Reading[None]:
+    def _begin_answer(self) -> Reading[None]:
+        """The mark of the answer's beginning, or a call without a mark."""
+        if self._answer and (yield from self._source.take(self._answer[0])):
+            self._pending, self._in_answer, self._follows = "", True, "thought"
         if self._calls is not None and self._calls.bare_begin:
             first = yield from self._source.peek()
             if first and first in self._calls.bare_begin:
@@ -188,6 +198,7 @@ class ReplyParser:
 
     def _begin_call(self) -> None:
         """A call has begun: the white space before it is dropped, and it ends a thought."""
+        self._cut_off |= self._closes
         self._pending, self._closes, self._follows = "", frozenset(), "call"
 
     def _text(self, piece: str) -> None:

@@ -116,6 +116,16 @@ Paris
 </minimax:tool_call>""",
     ),
     (
+        "ernie",
+        f"""Sure.
+<tool_call>
+{{"name": "get_weather", "arguments": {ARGUMENTS}}}
+</tool_call>
+<tool_call>
+{{"name": "now", "arguments": {{}}}}
+</tool_call>""",
+    ),
+    (
         "minimax-m3",
         """Sure.]<]minimax[>[<tool_call>
 ]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>
@@ -482,6 +492,27 @@ def test_no_mark_of_a_format_is_part_of_another(found: ReplyFormat) -> None:
     marks = list(dict.fromkeys(marks))
     assert all(marks)
     assert [(a, b) for a in marks for b in marks if a != b and a in b] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("hm\n</think>\n\n<response>\na\nb\n</response>\n", "a\nb"),
+        ("hm\n</think>\na <response> b", "a <response> b"),
+        ("hm\n</think><response>a", "a"),
+        ("hm\n</think>a</response>", "a</response>"),
+        ("hm\n</think>\n\n<response>\n</response>\n", ""),
+    ],
+)
+def test_marks_around_an_answer_are_dropped(text: str, answer: str) -> None:
+    reply = whole_reply(same_however_divided(FORMATS["ernie"], text, thinking=True))
+    assert (reply.thinking, reply.text) == ("hm\n", answer)
+
+
+def test_the_end_of_a_thought_that_a_call_has_ended_is_dropped() -> None:
+    text = '<think>hm <tool_call>{"name": "now"}</tool_call>\n</think>\n\nyes </think>'
+    reply = whole_reply(same_however_divided(FORMATS["hermes"], text))
+    assert (reply.thinking, reply.text, reply.calls) == ("hm ", "yes </think>", (CALLS[1],))
 
 
 def test_channels_are_separated() -> None:

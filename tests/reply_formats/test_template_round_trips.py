@@ -124,6 +124,7 @@ def test_mistrals_templates_refuse_ids_of_another_form() -> None:
         ("{{ messages }}", [], "plain"),
         ("{{ messages }}", ["<tool_call>"], "plain"),
         ("List of tools: {{ tools }}", ["<|tool_call_start|>", "<|tool_call_end|>"], "lfm2"),
+        (None, ["[TOOL_CALLS]", "[ARGS]"], "mistral"),
         ("[TOOL_CALLS]", ["[TOOL_CALLS]", "[ARGS]"], "mistral"),
         ("[TOOL_CALLS]", [], "mistral-json"),
         (None, ["[THINK]", "[/THINK]"], "plain-mistral"),
