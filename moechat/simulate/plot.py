@@ -1,4 +1,4 @@
-"""Plots time per token over memory, one line per system."""
+"""Plots time per token over memory, one line per system; for one memory budget, one bar per system."""
 
 from __future__ import annotations
 
@@ -48,15 +48,46 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
         MoechatError: The file cannot be written.
     """
     check_plot(path)
-    ticker = _matplotlib("ticker")
     first = cases[0]
-    everything = first["experts_total_bytes"] / _GIBI
+    figure = _matplotlib("figure").Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    if len({case["fraction"] for case in cases}) == 1:
+        _draw_bars(axes, cases)
+    else:
+        _draw_lines(axes, cases)
+    axes.set_title(f"{first['model']}, {first['bits']} bits, on {first['profile']} (simulated)", fontsize=11)
+    try:
+        figure.savefig(path)
+    except OSError as problem:
+        raise MoechatError(f"{path} cannot be written: {problem.strerror}") from problem
+
+
+def _draw_bars(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a bar for each system, the fastest at the top."""
+    ordered = sorted(cases, key=lambda case: -case["tpot_ms"])
+    names = [case["system"] for case in ordered]
+    colours = ["C1" if name.partition(":")[0] == "auto" else "C0" for name in names]
+    bars = axes.barh(range(len(ordered)), [case["tpot_ms"] for case in ordered], color=colours, height=0.7)
+    axes.set_yticks(range(len(ordered)), names)
+    axes.bar_label(bars, fmt="{:.4g}", padding=4, fontsize=9)
+    axes.margins(x=0.12)
+    everything = cases[0]["experts_total_bytes"] / _GIBI
+    fraction = cases[0]["fraction"]
+    axes.set_xlabel(
+        f"milliseconds per token, with {fraction * everything:.3g} GiB for experts "
+        f"({fraction:.3g} of {everything:.1f} GiB)"
+    )
+    axes.grid(axis="x", alpha=0.25)
+
+
+def _draw_lines(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a line for each system over the memory."""
+    ticker = _matplotlib("ticker")
+    everything = cases[0]["experts_total_bytes"] / _GIBI
     lines: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
         # The budget, even if a system does not use all of it, so that lines can be compared at equal budgets.
         lines.setdefault(case["system"], []).append((case["fraction"] * everything, case["tpot_ms"]))
-    figure = _matplotlib("figure").Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
     order = sorted(lines, key=lambda name: -max(value for _, value in lines[name]))
     for at, name in enumerate(order):
         memory, times = zip(*sorted(lines[name]), strict=True)
@@ -76,13 +107,8 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.yaxis.set_minor_formatter(plain if _narrow(cases) else ticker.NullFormatter())
     axes.set_ylabel("milliseconds per token")
     axes.set_xlabel(f"memory for experts, GiB (all of them: {everything:.1f})")
-    axes.set_title(f"{first['model']}, {first['bits']} bits, on {first['profile']} (simulated)", fontsize=11)
     axes.grid(which="both", alpha=0.25)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
-    try:
-        figure.savefig(path)
-    except OSError as problem:
-        raise MoechatError(f"{path} cannot be written: {problem.strerror}") from problem
 
 
 def _narrow(cases: Sequence[Mapping[str, Any]]) -> bool:

@@ -37,6 +37,11 @@ def test_the_demo_is_measured_with_its_own_routers(cli: Cli) -> None:
     assert "Tokens are given, not sampled: 8 of a prompt, 4 that fill the cache" in text
     assert "0.25 of the experts, run 1 of 1, on-demand:" in result.err
     assert "\x1b" not in text
+    tables = [line for line in text.splitlines() if line.startswith(("system", "on-demand", "auto"))]
+    assert tables[0].split() == ["system", "first", "token", "ms/token", "speed", "ready"]
+    assert max(map(len, tables)) <= 80
+    assert re.search(r"^on-demand .* 1\.00x +\d+%$", text, re.MULTILINE)
+    assert "--wide shows all columns" in text
 
 
 def test_json_prints_one_object_and_out_saves_it(cli: Cli) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -96,6 +97,14 @@ def test_the_table_names_the_simulated_case_and_its_assumptions(cli: Cli, tiny: 
     assert "200 tokens of trace.npz are timed. The 100 before them fill the cache" in text
     assert "Predictions are simulated" in text
     assert "\x1b" not in text
+    tables = [line for line in text.splitlines() if line.startswith(("system", "on-demand", "auto"))]
+    assert tables[0].split() == ["system", "ms/token", "speed", "tokens/s", "ready"]
+    assert max(map(len, tables)) <= 80
+    wide = cli.call("simulate", *tiny, "--systems", "on-demand,auto", "--fractions", "0.5", "-q", "--wide")
+    head = next(line for line in wide.out.decode().splitlines() if line.startswith("system"))
+    assert "full/ahead/top/miss %" in head
+    assert "split" in head
+    assert "--wide" not in wide.out.decode()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +160,25 @@ def test_without_a_profile_this_machine_must_have_been_measured(cli: Cli, trace:
     assert done.status == 2
     assert "this machine has not been measured" in done.err
     assert "rtx3060-12g" in done.err
+
+
+def test_a_plot_of_one_budget_has_a_bar_for_each_system(cli: Cli, tiny: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = {}
+    for fractions in ("0.5", "0.5,0.25"):
+        picture = cli.directory / "plot.svg"
+        done = cli.call(
+            "simulate", *tiny, "--systems", "on-demand,auto", "--fractions", fractions, "-q",
+            "--json", "--plot", str(picture),
+        )  # fmt: skip
+        assert done.status == 0, done.err
+        drawn[fractions] = picture.read_text()
+    ways = [case["tpot_ms"] for case in json.loads(done.out) if case["fraction"] == 0.5]
+    # Text in an svg is drawn as paths, with the text beside it as a comment.
+    comments = {name: re.findall(r"<!-- (.*?) -->", text) for name, text in drawn.items()}
+    assert {"on-demand", "auto", *(f"{value:.4g}" for value in ways)} <= set(comments["0.5"])
+    assert any(text.startswith("milliseconds per token, with") for text in comments["0.5"])
+    assert "milliseconds per token" in comments["0.5,0.25"]
 
 
 def test_a_plot_is_drawn(cli: Cli, tiny: tuple[str, ...]) -> None:

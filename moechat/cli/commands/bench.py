@@ -13,7 +13,7 @@ from moechat.cli.commands.bench_arguments import BenchCommand
 from moechat.cli.output_file import require_writable
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
-from moechat.cli.terminal.page import render_cases
+from moechat.cli.terminal.page import READY_REMARK, render_cases
 from moechat.config import user_paths
 from moechat.errors import MoechatError, UsageError
 from moechat.hub.names import resolve
@@ -51,7 +51,7 @@ def bench(command: BenchCommand) -> int:
     result["assumptions"] = assumptions(result, cuts, random_weights=synthetic)
     text = json.dumps(result, indent=1) + "\n"
     try:
-        write_output(sys.stdout, text if command.json else render(result))
+        write_output(sys.stdout, text if command.json else render(result, wide=command.wide))
     finally:
         # Also after stdout failed, because the measurement took minutes.
         if out is not None:
@@ -150,8 +150,13 @@ def _prompt(engine: Engine) -> list[int] | None:
         return None
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """The result as text for people: a table for each fraction, and the assumptions."""
+def render(result: Mapping[str, Any], *, wide: bool = False) -> str:
+    """The result as text for people: a table for each fraction, and the assumptions.
+
+    Args:
+        result: The measurement.
+        wide: Show all columns.
+    """
 
     def rows(group: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         fastest = min(case["tpot_s"]["median"] for case in group)
@@ -163,7 +168,8 @@ def render(result: Mapping[str, Any]) -> str:
         lambda case: case["pages_bytes"],
         _COLUMNS,
         rows,
-        result["assumptions"],
+        [*([] if wide else [READY_REMARK]), *result["assumptions"]],
+        few=None if wide else _FEW,
     )
 
 
@@ -174,6 +180,7 @@ _COLUMNS: Sequence[tuple[str, str]] = (
     ("range", "right"),
     ("simulated", "right"),
     ("speed", "right"),
+    ("ready", "right"),
     ("full/ahead/top/miss %", "right"),
     ("MB/token demand+ahead (wasted)", "right"),
     ("link", "right"),
@@ -182,6 +189,9 @@ _COLUMNS: Sequence[tuple[str, str]] = (
     ("floor ms", "right"),
     ("µs/layer python+predict+native", "right"),
 )
+
+
+_FEW = ("system", "first token", "ms/token", "speed", "ready")
 
 
 def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> list[str]:
@@ -195,6 +205,7 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> l
         f"{1000 * pace['min']:.1f}-{1000 * pace['max']:.1f}",
         _simulated(case),
         f"{first['tpot_s']['median'] / pace['median']:.2f}x",
+        f"{hits['full'] + hits['prefetch']:.0%}",
         "/".join(f"{100 * hits[kind]:.0f}" for kind in ("full", "prefetch", "top", "miss")),
         f"{moved['demand'] / 1e6:.1f}+{moved['prefetch'] / 1e6:.1f} ({moved['wasted'] / 1e6:.1f})",
         f"{case['link_busy_share']:.0%}",

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from moechat.cli.completion.completers import complete_models, complete_shapes
 from moechat.cli.options import ModelOptions
-from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, option
+from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, flag, option
 from moechat.errors import UsageError
 
 _HELP = """\
@@ -85,6 +85,7 @@ class BenchCommand(ModelOptions):
         str, option("LINK", "file; sim:2G is 2 GiB/s; sim:16x is 16 times slower than computing.")
     ] = "file"
     seed: Seed = 0
+    wide: Annotated[bool, flag("Show all columns.", "--wide")] = False
     json: Json = False
     out: Annotated[Path | None, option("FILE", "Also write the JSON object to a file.")] = None
     quiet: Quiet = False

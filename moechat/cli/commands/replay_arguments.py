@@ -104,6 +104,7 @@ class SimulateCommand:
         ),
     ] = None
     seed: Seed = 0
+    wide: Annotated[bool, flag("Show all columns.", "--wide")] = False
     json: Annotated[bool, flag("Print the results as a JSON list.", "--json")] = False
     plot: Annotated[Path | None, option("FILE", "Draw time per token over memory: .png, .svg or .pdf.")] = (
         None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moechat.cli.commands.replay_arguments import SimulateCommand
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import format_bytes
-from moechat.cli.terminal.page import render_cases
+from moechat.cli.terminal.page import READY_REMARK, render_cases
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +48,11 @@ def simulate(command: SimulateCommand) -> int:
     comparison = Comparison(trace, model, profile, options, near=near, name=command.trace.name)
     report = (lambda _: None) if command.quiet else print_notice
     cases = list(comparison.cases(report))
-    text = json.dumps(cases, indent=1) + "\n" if command.json else render(cases, profile.title)
+    text = (
+        json.dumps(cases, indent=1) + "\n"
+        if command.json
+        else render(cases, profile.title, wide=command.wide)
+    )
     try:
         write_output(sys.stdout, text)
     finally:
@@ -103,15 +107,22 @@ def _profile(name: str | None) -> HardwareProfile:
     return reference_profile(name)
 
 
-def render(cases: Sequence[Mapping[str, Any]], machine: str) -> str:
-    """The results as text for people: a table for each fraction, and the assumptions."""
+def render(cases: Sequence[Mapping[str, Any]], machine: str, *, wide: bool = False) -> str:
+    """The results as text for people: a table for each fraction, and the assumptions.
+
+    Args:
+        cases: The results.
+        machine: Name of the machine.
+        wide: Show all columns.
+    """
     return render_cases(
         _headline(cases[0], machine),
         cases,
         lambda case: round(case["fraction"] * case["experts_total_bytes"]),
         _COLUMNS,
         lambda group: [_row(case, group[0]) for case in group],
-        assumptions(cases[0]),
+        [*([] if wide else [READY_REMARK]), *assumptions(cases[0])],
+        few=None if wide else _FEW,
     )
 
 
@@ -120,6 +131,7 @@ _COLUMNS: Sequence[tuple[str, str]] = (
     ("ms/token", "right"),
     ("speed", "right"),
     ("tokens/s", "right"),
+    ("ready", "right"),
     ("full/ahead/top/miss %", "right"),
     ("stall ms", "right"),
     ("MB/token demand+ahead (wasted)", "right"),
@@ -130,8 +142,11 @@ _COLUMNS: Sequence[tuple[str, str]] = (
 )
 
 
+_FEW = ("system", "ms/token", "speed", "tokens/s", "ready")
+
+
 def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    hits = (case[f"{kind}_hit_rate"] for kind in ("full", "prefetch", "top"))
+    hits = [case[f"{kind}_hit_rate"] for kind in ("full", "prefetch", "top")]
     rate = case["tokens_per_second"]
     demand, ahead = case["demand_bytes_per_token"], case["prefetch_bytes_per_token"]
     return [
@@ -139,6 +154,7 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
         f"{case['tpot_ms']:.1f}",
         f"{first['tpot_ms'] / case['tpot_ms']:.2f}x" if case["tpot_ms"] else "-",
         "-" if rate is None else f"{rate:.1f}",
+        f"{hits[0] + hits[1]:.0%}",
         "/".join(f"{100 * share:.0f}" for share in (*hits, case["miss_rate"])),
         f"{case['stall_ms']:.1f}",
         f"{demand / 1e6:.1f}+{ahead / 1e6:.1f} ({case['wasted_bytes_per_token'] / 1e6:.1f})",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from moechat.chat.terminal.safe_text import neutralise, one_line
 from moechat.cli.terminal.load_progress import format_bytes
 
 _Case = Mapping[str, Any]
+READY_REMARK = (
+    "ready: share of the experts of a token that are in memory, or on their way, when it needs them; "
+    "--wide shows all columns."
+)
 
 
 class Page:
@@ -38,6 +42,10 @@ class Page:
     def line(self, text: str = "", style: str = "") -> None:
         """Add a line, never wrapped, with control characters made visible."""
         self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
+
+    def paragraph(self, text: str, style: str = "") -> None:
+        """Add text that is wrapped between words."""
+        self.console.print(neutralise(text), style=style or None, soft_wrap=False, markup=False)
 
     def table(
         self,
@@ -92,6 +100,8 @@ def render_cases(
     columns: Sequence[tuple[str, str]],
     rows: Callable[[Sequence[_Case]], Sequence[Sequence[str]]],
     remarks: Sequence[str],
+    *,
+    few: Collection[str] | None = None,
 ) -> str:
     """Systems side by side as text: a table for each share of the experts that fits into memory.
 
@@ -102,18 +112,26 @@ def render_cases(
         columns: As for :meth:`Page.table`.
         rows: Makes the cells of the cases of one fraction.
         remarks: Sentences below the tables.
+        few: Names of the only columns to show; ``None``: all.
     """
     page = Page()
     for line in headline:
-        page.line(line)
+        page.paragraph(line)
     by_fraction: dict[float, list[_Case]] = {}
     for case in cases:
         by_fraction.setdefault(case["fraction"], []).append(case)
     for fraction, group in by_fraction.items():
         page.line()
         title = f"{fraction:.3g} of the experts in {format_bytes(nbytes(group[0]))}"
-        page.table(title, columns, rows(group), no_wrap=True)
+        cells = rows(group)
+        shown = [number for number, (name, _) in enumerate(columns) if few is None or name in few]
+        page.table(
+            title,
+            [columns[number] for number in shown],
+            [[row[number] for number in shown] for row in cells],
+            no_wrap=True,
+        )
     page.line()
     for sentence in remarks:
-        page.line(sentence, style="dim")
+        page.paragraph(sentence, style="dim")
     return page.text
