@@ -25,7 +25,7 @@ from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
 from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_encodings, stored_types
-from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
+from moechat.models.dense_form import DenseForm, WatchedReads, choose_form, unpacked_bytes, watched_weights
 from moechat.models.dense_weights import DenseWeights, count_dense_weights
 from moechat.models.footprint import (
     counted_bytes,
@@ -36,6 +36,7 @@ from moechat.models.footprint import (
     wave_bytes,
     workspace_bytes,
 )
+from moechat.models.kept_trials import Trial, read_trial, trial_key, write_trial
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.quiet import without_warnings
 from moechat.models.router_search import copied_bytes
@@ -228,6 +229,7 @@ def outline_model(
     kv_bits: int = PLAIN_KV_BITS,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
+    trials: Path | None = None,
 ) -> ModelOutline:
     """Build the model of a configuration without weights and count its weights; see :func:`outline_skeleton`.
 
@@ -240,6 +242,8 @@ def outline_model(
         on_gpu: The dense part runs on a GPU.
         source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
             bfloat16 if it names none.
+        trials: Directory of the results of trial passes, which are read and kept there; ``None``: they are
+            made anew.
 
     Raises:
         UnsupportedModelError: The installed transformers cannot build the model, it has no routed experts, or
@@ -247,8 +251,14 @@ def outline_model(
     """
     # Building the model overwrites the type that its configuration names.
     named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
+    key = "" if trials is None else trial_key(config, dtype, kv_bits)
     with without_warnings():  # among them those of the pass that counts the attention cache
         skeleton = build_skeleton(config, dtype)
+        trial = None if trials is None else read_trial(trials, key, skeleton.model)
+        if trial is None:
+            trial = try_out(skeleton, dtype, kv_bits=kv_bits)
+            if trials is not None:
+                write_trial(trials, key, trial)
         return outline_skeleton(
             skeleton,
             dtype,
@@ -257,35 +267,13 @@ def outline_model(
             kv_bits=kv_bits,
             on_gpu=on_gpu,
             source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
+            trial=trial,
         )
 
 
-def outline_skeleton(
-    skeleton: Skeleton,
-    dtype: torch.dtype,
-    *,
-    source: TensorHeaders,
-    dense_bits: DenseBits,
-    activation_bits: int = DEFAULT_ACTIVATION_BITS,
-    kv_bits: int = PLAIN_KV_BITS,
-    on_gpu: bool = False,
-) -> ModelOutline:
-    """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.
-
-    Args:
-        skeleton: A model without weights; its modules are restored at the end.
-        dtype: Compute type of the dense weights.
-        source: Names, types and shapes of the weights.
-        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
-        activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
-        kv_bits: Bits of a key or value in the attention cache: 16 or 8.
-        on_gpu: The dense part runs on a GPU.
-
-    Raises:
-        UnsupportedModelError: The attention cache cannot be kept in ``kv_bits``.
-    """
-    model, first = skeleton.model, skeleton.experts[0]
-    text = model.config.get_text_config()
+def try_out(skeleton: Skeleton, dtype: torch.dtype, *, kv_bits: int) -> Trial:
+    """Run a model on the meta device; arguments and errors as :func:`outline_skeleton`."""
+    model = skeleton.model
     top_k: list[int] = []
 
     def trial(hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
@@ -298,6 +286,42 @@ def outline_skeleton(
     if cache.has_states:
         with skeleton.experts_computed_by(trial):
             chunk, live = part_of_prompt(skeleton, chunk, in_parts=cache.appendable > 0)
+    names = tuple(name for name, module in model.named_modules() if module in reads.modules)
+    return Trial(cache, max(top_k, default=0), names, chunk, live)
+
+
+def outline_skeleton(
+    skeleton: Skeleton,
+    dtype: torch.dtype,
+    *,
+    source: TensorHeaders,
+    dense_bits: DenseBits,
+    activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    kv_bits: int = PLAIN_KV_BITS,
+    on_gpu: bool = False,
+    trial: Trial | None = None,
+) -> ModelOutline:
+    """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.
+
+    Args:
+        skeleton: A model without weights; its modules are restored at the end.
+        dtype: Compute type of the dense weights.
+        source: Names, types and shapes of the weights.
+        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
+        activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
+        kv_bits: Bits of a key or value in the attention cache: 16 or 8.
+        on_gpu: The dense part runs on a GPU.
+        trial: Results of trial passes; ``None``: they are made now.
+
+    Raises:
+        UnsupportedModelError: The attention cache cannot be kept in ``kv_bits``.
+    """
+    model, first = skeleton.model, skeleton.experts[0]
+    text = model.config.get_text_config()
+    trial = try_out(skeleton, dtype, kv_bits=kv_bits) if trial is None else trial
+    cache = trial.cache
+    reads = WatchedReads()
+    reads.modules.update(model.get_submodule(name) for name in trial.reads)
     form = choose_form(
         skeleton,
         stored_types(skeleton, source),
@@ -313,7 +337,7 @@ def outline_skeleton(
         model_type=str(model.config.model_type),
         layers=layers if isinstance(layers, int) else len(skeleton.experts),
         expert_layers=tuple(entry.layer for entry in skeleton.experts),
-        top_k=min(max(top_k, default=configured_top_k(model.config)), first.num_experts),
+        top_k=min(trial.top_k or configured_top_k(model.config), first.num_experts),
         experts=skeleton.experts,
         dense=count_dense_weights(skeleton),
         dtype=dtype,
@@ -322,8 +346,8 @@ def outline_skeleton(
         cache=cache,
         own_context=context_length(model.config, None),
         config=model.config,
-        chunk=chunk,
-        live=live,
+        chunk=trial.chunk,
+        live=trial.live,
         router_copies=copied_bytes(model, skeleton.experts),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.config import run_ahead_wanted
+from moechat.config import run_ahead_wanted, user_paths
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
@@ -116,6 +116,7 @@ class Cases:
                 kv_bits=options.kv_bits,
                 on_gpu=on_gpu,
                 source=found.headers,
+                trials=user_paths().cache / "trials",
             )
             self.geometry, self.remark = found.geometry(self.outline)
         self.shape = model_shape(self.outline, self.geometry)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moechat.configurator.estimate import expert_rate
-from moechat.hardware.profile import End
+from moechat.hardware.profile import End, Figure
 from moechat.planning.cases import Case, Cases
 from moechat.planning.memory import Far
 from moechat.planning.words import bottleneck
@@ -52,6 +52,11 @@ class CpuRange:
     low: CpuEnd
     high: CpuEnd
 
+    @property
+    def same_plan_rates(self) -> tuple[float, float]:
+        """Tokens a second at both ends with the targets and the strategy of the plan as it is."""
+        return self.low.same_plan_tokens_per_s, self.high.same_plan_tokens_per_s
+
 
 def cpu_range(cases: Cases, case: Case, far: Far | None, ram_share: float) -> CpuRange | None:
     """The speed at both ends of the range of the CPU's experts.
@@ -65,23 +70,49 @@ def cpu_range(cases: Cases, case: Case, far: Far | None, ram_share: float) -> Cp
     Returns:
         ``None`` where the rate has no range, or where the CPU computes no experts.
     """
-    profile = cases.machine.figures
-    computes = cases.machine.near == "ram" or (far is not None and cases.settings.miss != "fetch")
-    if profile is None or not computes:
-        return None
-    rate = expert_rate(profile, cases.shape.bits)
-    if rate.low is None or rate.high is None:
+    rate = _rate(cases, far)
+    if rate is None or rate.low is None or rate.high is None:
         return None
     low = _end(cases, case, "low", rate.low, far, ram_share)
     high = _end(cases, case, "high", rate.high, far, ram_share)
     return CpuRange(rate.value, low, high)
 
 
-def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_share: float) -> CpuEnd:
+def cpu_rates(cases: Cases, case: Case, far: Far | None, ram_share: float) -> tuple[float, float] | None:
+    """Tokens a second of a plan at both ends of the range; arguments and ``None`` as :func:`cpu_range`."""
+    if _rate(cases, far) is None:
+        return None
+    low, high = (_at(cases, end) for end in ("low", "high"))
+    if case.allocation is None:
+        memory = case.memory
+        found = [
+            there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share).decode
+            for there in (low, high)
+        ]
+    else:
+        found = [there.decode_at(case, ram_share) for there in (low, high)]
+    return found[0].rate, found[1].rate
+
+
+def _rate(cases: Cases, far: Far | None) -> Figure | None:
+    """The rate of the CPU's experts; ``None`` if it has no range, or the CPU computes none."""
+    profile = cases.machine.figures
+    computes = cases.machine.near == "ram" or (far is not None and cases.settings.miss != "fetch")
+    if profile is None or not computes:
+        return None
+    rate = expert_rate(profile, cases.shape.bits)
+    return None if rate.low is None or rate.high is None else rate
+
+
+def _at(cases: Cases, end: End) -> Cases:
+    """The model on the machine with the rate at one end."""
     machine = cases.machine
-    assert machine.profile is not None  # cpu_range() has looked
-    there = cases.on(replace(machine, profile=machine.profile.with_experts_at(end)))
-    memory = case.memory
+    assert machine.profile is not None  # _rate() has looked
+    return cases.on(replace(machine, profile=machine.profile.with_experts_at(end)))
+
+
+def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_share: float) -> CpuEnd:
+    there, memory = _at(cases, end), case.memory
     made = there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share)
     kept, changed = made.decode, 0
     if case.allocation is not None and made.allocation is not None:

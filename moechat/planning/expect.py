@@ -15,6 +15,7 @@ from moechat.planning.place import place
 from moechat.planning.routing_range import routing_range
 from moechat.planning.source import find_model
 from moechat.planning.words import by_origin
+from moechat.simulate.shared_draws import shared_draws
 
 # ``measured``: every figure was measured on the machine. ``estimate``: some are published, or follow from a
 # rule. ``assumed``: the machine was not measured, and figures of an ordinary desktop stand in.
@@ -83,9 +84,10 @@ def expect(
     wants_gpu = None if parsed.device is None and parsed.vram is None else parsed.gpu is not None
     found = find_model(model, parsed.bits)
     machine = find_machine(profile, gpu=wants_gpu)
-    cases = Cases(found, machine, parsed)
-    placed = place(cases, parsed)
-    ends = routing_range(cases, placed.case, placed.ram_share)
+    with shared_draws():
+        cases = Cases(found, machine, parsed)
+        placed = place(cases, parsed)
+        ends = routing_range(cases, placed.case, placed.ram_share)
     basis: SpeedBasis = "assumed"
     if machine.figures is not None:
         kinds = by_origin(used_figures(cases, machine.figures, placed.far))

@@ -91,6 +91,7 @@ class Speed:
             :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
         cpu_range: Speed and choice at the ends of the range of the CPU's experts; ``None`` where their rate
             has no range, or where the CPU computes none.
+        cpu_rates: Tokens a second of this plan at the ends of that range, if there is one.
         routing_range: Speed where the model routes less or more evenly than expected; ``None`` where its
             routing was recorded, or where all experts are near.
     """
@@ -105,6 +106,7 @@ class Speed:
     costs: tuple[RatedFigure, ...]
     origins: Mapping[str, list[str]]
     cpu_range: CpuRange | None = None
+    cpu_rates: tuple[float, float] | None = None
     routing_range: RoutingRange | None = None
 
     @property

@@ -19,9 +19,8 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.systems import CacheSettings
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
-from moechat.simulate.drawn_routing import draw_routing
-from moechat.simulate.predictions import draw_rankings
 from moechat.simulate.run import Ints, Tier, Watched, simulate
+from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
 from moechat.simulate.timing import Launch, Timing, timing_of
 from moechat.trials import Watch
 
@@ -323,7 +322,7 @@ def choose_by_statistics(
         only: The one candidate; ``None``: all of them.
     """
     tier = tier_for(replace(settings, choose=False))
-    trace = draw_routing(statistics, sum(lengths(statistics.layers, statistics.top_k, tier.blocks)))
+    trace = drawn_routing(statistics, sum(lengths(statistics.layers, statistics.top_k, tier.blocks)))
     timing = timing_of(
         costs,
         top_k=statistics.top_k,
@@ -334,7 +333,8 @@ def choose_by_statistics(
     )
     rankings = None
     if settings.predicts:
-        accuracy = statistics.prediction_accuracy[:, : statistics.top_k].mean(axis=1)
         width = settings.ranked_experts(statistics.top_k)
-        rankings = draw_rankings(trace, accuracy, width=width, lookahead=max(settings.lookahead, LOOKAHEAD))
+        rankings = drawn_rankings(
+            statistics, trace, width=width, lookahead=max(settings.lookahead, LOOKAHEAD)
+        )
     return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)

@@ -18,6 +18,7 @@ from moechat.planning import Plan
 from moechat.planning.cases import Cases
 from moechat.planning.cpu_range import CpuRange
 from moechat.planning.machine import find_machine
+from moechat.planning.make import brief_plan
 from moechat.planning.source import find_model
 
 RULE = "a rule with a 1"
@@ -55,6 +56,24 @@ def found(plan: Plan) -> CpuRange:
     assert plan.speed is not None
     assert plan.speed.cpu_range is not None
     return plan.speed.cpu_range
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory"),
+    [(True, {"vram": "830M"}), (True, {"vram": "8G"}), (False, {"ram": "700M"}), (False, {})],
+)
+def test_a_brief_plan_has_the_figures_of_the_whole_one(
+    config: Path, gpu: bool, memory: dict[str, str]
+) -> None:
+    profile = machine(8, 20, 60, gpu=gpu)
+    whole, brief = (plan(config, profile=profile, **memory) for plan in (moechat.plan, brief_plan))
+    assert whole.speed is not None
+    assert brief.speed is not None
+    assert brief.speed.cpu_rates == whole.speed.cpu_rates
+    if whole.speed.cpu_range is not None:
+        assert whole.speed.cpu_rates == whole.speed.cpu_range.same_plan_rates
+    expected = replace(whole, other_budgets=(), speed=replace(whole.speed, cpu_range=None))
+    assert brief == expected
 
 
 @pytest.mark.parametrize("gpu", [True, False])

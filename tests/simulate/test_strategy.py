@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.configurator.warm_start import default_statistics
 from moechat.routing.counter import statistics_of_trace
+from moechat.simulate import shared_draws
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.run import Tier
 from moechat.simulate.strategy import choose_by_statistics, fastest, lengths, strategies
@@ -58,6 +61,32 @@ def test_the_choice_is_the_fastest_candidate_within_a_percent(load: float, far: 
 
 def test_the_same_input_gives_the_same_choice() -> None:
     assert chosen(COSTS) == chosen(COSTS)
+
+
+def test_draws_are_shared_by_the_simulations_of_a_plan_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = replace(COSTS, load=10e-3)
+    alone = chosen(COSTS), chosen(slow)
+    count = {"draw_routing": 0, "draw_rankings": 0}
+
+    def counting(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            count[name] += 1
+            return draw(*arguments, **more)
+
+        return counted
+
+    for name in count:
+        monkeypatch.setattr(shared_draws, name, counting(name, getattr(shared_draws, name)))
+    with shared_draws.shared_draws():
+        assert (chosen(COSTS), chosen(slow)) == alone
+        assert count == {"draw_routing": 1, "draw_rankings": 1}
+        # Statistics are told apart by identity, also equal ones.
+        choose_by_statistics(AUTO, tier_for, COSTS, replace(STATISTICS), threads=4, launch="card")
+        assert count == {"draw_routing": 2, "draw_rankings": 2}
+    chosen(COSTS)
+    assert count == {"draw_routing": 3, "draw_rankings": 3}
 
 
 def test_candidates_can_take_turns_on_one_runner() -> None:

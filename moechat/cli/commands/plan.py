@@ -46,7 +46,12 @@ def plan(command: PlanCommand) -> int:
     assert command.model is not None
     import moechat
 
-    made = moechat.plan(command.model, profile=command.gpu, **command.load_options.given)
+    if command.json or command.verbose:
+        made = moechat.plan(command.model, profile=command.gpu, **command.load_options.given)
+    else:
+        from moechat.planning.make import brief_plan
+
+        made = brief_plan(command.model, profile=command.gpu, **command.load_options.given)
     if command.json:
         text = json.dumps(made.to_json(), indent=1, ensure_ascii=not _is_utf8()) + "\n"
     else:

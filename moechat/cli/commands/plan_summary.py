@@ -50,8 +50,7 @@ def _speed(speed: Speed) -> str:
     rates = [speed.tokens_per_s]
     if speed.routing_range is not None:
         rates += [speed.routing_range.low.tokens_per_s, speed.routing_range.high.tokens_per_s]
-    if speed.cpu_range is not None:
-        rates += [speed.cpu_range.low.tokens_per_s, speed.cpu_range.high.tokens_per_s]
+    rates += speed.cpu_rates or ()
     expected, low, high = (_rate(rate) for rate in (speed.tokens_per_s, min(rates), max(rates)))
     text = f"about {expected} tokens a second"
     if low != high:
