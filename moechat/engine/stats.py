@@ -27,7 +27,7 @@ class Stats:
         expert_activations: (token, layer, expert) triples computed.
         expert_bytes: Bytes of expert blocks read by the kernels.
         hits_full: Experts that a token of the answer needed and that were wholly resident. This field and
-            those up to ``link_busy_s`` are 0 where experts are mapped.
+            those up to ``link_busy_s`` are 0 where experts are mapped: all are in memory, and none is cached.
         hits_prefetched: Needed experts whose missing blocks a prefetch had moved or was moving.
         hits_top: Needed experts that were resident in part; the rest was fetched on demand.
         misses: Needed experts that were fetched on demand as a whole.
@@ -90,8 +90,11 @@ class Stats:
     tuning: Tuning | None = None
 
     @property
-    def hit_rates(self) -> dict[str, float]:
-        """Shares of ``full``, ``prefetched``, ``top`` and ``miss``; all 0 before the first access."""
+    def hit_rates(self) -> dict[str, float | None]:
+        """Shares of ``full``, ``prefetched``, ``top`` and ``miss``; all 0 before the first access.
+
+        ``None`` where experts are mapped: nothing is cached.
+        """
         counts = {
             "full": self.hits_full,
             "prefetched": self.hits_prefetched,
@@ -99,7 +102,7 @@ class Stats:
             "miss": self.misses,
         }
         accesses = sum(counts.values()) or 1
-        return {name: count / accesses for name, count in counts.items()}
+        return {name: count / accesses if self.pages else None for name, count in counts.items()}
 
     @property
     def link_busy_share(self) -> float:
@@ -107,7 +110,9 @@ class Stats:
         return min(1.0, self.link_busy_s / self.busy_s) if self.busy_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the keys do not depend on how the experts are held."""
+        """Plain values; the keys do not depend on how the experts are held, but rates that mean nothing are
+        ``None``.
+        """
         rates = {f"hit_rate_{name}": rate for name, rate in self.hit_rates.items()}
         nested = {
             "replan": None if self.replan is None else self.replan.to_json(),

@@ -241,8 +241,8 @@ class _Measuring:
         self.facts["others_share"] = round(share, 3)
         if share > _MUCH_OF_OTHERS:
             self.remarks.append(
-                f"Meanwhile other programs took {share:.0%} of the processors, so the figures are too low; "
-                "--refresh measures again."
+                f"Meanwhile other programs took {share:.0%} of the processors, so the figures are too low, "
+                "and plans that use them too slow: end those programs, then run `moechat profile --refresh`."
             )
 
     def _note_facts(self, gpus: GpuReport, identity: Identity) -> None:

@@ -53,6 +53,8 @@ def test_paging_changes_no_token_and_is_counted(paged: Engine, engine: Engine) -
     assert stats.demand_bytes % stats.page_bytes == 0
     assert 0 < stats.link_busy_share <= 1
     assert (all_mapped.pages, all_mapped.misses, all_mapped.demand_bytes) == (0, 0, 0)
+    assert set(all_mapped.hit_rates.values()) == {None}, "nothing is cached"
+    assert all_mapped.to_json()["hit_rate_full"] is None
     assert stats.to_json().keys() == all_mapped.to_json().keys()
     assert {"hit_rate_full", "hit_rate_miss", "link_busy_share"} <= stats.to_json().keys()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.chat.signals import uninterrupted
 from moechat.cli.terminal.answer_stats import print_replanned, print_stats
-from moechat.cli.terminal.consoles import console, neutralise, print_error, print_notice
+from moechat.cli.terminal.consoles import print_error, print_notice, print_rows
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.errors import NoModelError, UsageError
 
@@ -30,11 +30,7 @@ class StderrStatus:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Show names with values."""
-        from rich.text import Text
-
-        width = max((len(name) for name, _ in rows), default=0)
-        for name, value in rows:
-            console().print(Text.assemble((f"{name:{width}}", "dim"), "  ", neutralise(value)))
+        print_rows(rows)
 
     def size(self, count: float) -> str:
         """Format a number of bytes."""

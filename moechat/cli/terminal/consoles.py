@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moechat.chat.terminal.output import write_output
 from moechat.chat.terminal.safe_text import neutralise
+from moechat.cli.terminal.wrapping import wrap
 from moechat.errors import MoechatError
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def print_notice(message: str) -> None:
     """Print a message that is not an error to stderr."""
     from rich.text import Text
 
-    console().print(Text(neutralise(message), style="dim"))
+    console().print(Text(_wrapped(neutralise(message)), style="dim"))
 
 
 def write_json_line(stream: TextIO, value: Any) -> None:
@@ -92,10 +94,28 @@ def confirm(question: str, *, default: bool) -> bool:
             return answer.startswith("y")
 
 
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names with values to stderr, the values aligned."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    indent = 2 + max((cell_len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        title = name + " " * (indent - cell_len(name))
+        whole = _wrapped(title + neutralise(value))
+        console().print(Text.assemble((whole[: len(title)], "dim"), whole[len(title) :]))
+
+
+def _wrapped(text: str, *, first: int = 0) -> str:
+    """A text as it is printed on this console: wrapped between words on a terminal."""
+    return wrap(text, console().width, first=first) if console().is_terminal else text
+
+
 def _print_labelled(label: str, style: str, message: str) -> None:
     from rich.text import Text
 
-    console().print(Text.assemble((label, style), " ", neutralise(message)))
+    text = _wrapped(neutralise(message), first=len(label) + 1)
+    console().print(Text.assemble((label, style), " ", text))
 
 
 def require_output() -> None:
