@@ -1544,6 +1544,19 @@ class ExpertRunner:
         """
     def residency(self) -> npt.NDArray[np.int16]:
         """Number of leading blocks that are ready, [layers, experts], a copy."""
+    def places(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int16], npt.NDArray[np.uint8]]:
+        """Where all experts are, [layers, experts] each, copies.
+
+        A block that has landed counts from the next :meth:`begin` or :meth:`finish`.
+
+        Returns:
+            Leading blocks that are ready; the same with those on their way; 1 where the CPU computed a part
+            of an expert of a device in the far tier, at its last use.
+        """
+    def activations(self) -> tuple[int, _I64]:
+        """The tokens and the activations [layers, experts] of :meth:`routing_counts`, without its other
+        arrays; a copy.
+        """
     def check(self) -> str:
         """Return the first inconsistency in the cache, or an empty string; slow."""
     def close(self) -> None:

@@ -30,6 +30,7 @@ from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
 from moechat.serve.openai_responses import ResponseAnswer, ResponseRequest
 from moechat.serve.replies import Reply, reply_of
 from moechat.serve.settings import ServeSettings
+from moechat.serve.state_feed import StateFeed
 from moechat.serve.worker import Worker
 
 _R = TypeVar("_R")
@@ -171,7 +172,11 @@ class Service:
 
 
 def make_app(
-    settings: ServeSettings, worker: Worker, names: Callable[[], list[str]], counters: Counters
+    settings: ServeSettings,
+    worker: Worker,
+    names: Callable[[], list[str]],
+    counters: Counters,
+    feed: StateFeed,
 ) -> Guard:
     """The application, guarded.
 
@@ -180,6 +185,7 @@ def make_app(
         worker: Computes answers; started by the caller.
         names: The names of models that clients may use.
         counters: Counts requests and answers.
+        feed: The state of the machine.
     """
     service = Service(worker, names, counters)
     routes = [
@@ -193,6 +199,8 @@ def make_app(
         Route("/v1/models/{name:path}", _answering(service.models)),
         Route("/health", _answering(service.health)),
         Route("/metrics", _answering(service.metrics)),
+        Route("/moechat/state", _answering(feed.get)),
+        Route("/moechat/state/stream", _answering(feed.stream)),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _handle_http})
     return Guard(app, settings, counters, frozenset(route.path for route in routes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 # Upper ends, in seconds.
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+# Fields of statistics that count experts needed by a token, and their names in hit rates.
+HIT_KINDS: Mapping[str, str] = {
+    "hits_full": "full",
+    "hits_prefetched": "prefetched",
+    "hits_top": "top",
+    "misses": "miss",
+}
 
 
 class Histogram:
@@ -110,6 +120,11 @@ class Counters:
             self._ttft.add(stats.ttft_s)
             if stats.output_tokens > 1:
                 self._tpot.add(stats.tpot_s)
+
+    def hits(self) -> Mapping[str, int]:
+        """Experts needed by a token of complete answers, by where they were found; see ``HIT_KINDS``."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in HIT_KINDS}
 
     def text(self, gauges: list[Gauge]) -> str:
         """All of them in Prometheus' text format, version 0.0.4."""

@@ -17,8 +17,10 @@ from moechat.errors import UsageError
 from moechat.serve.app import make_app
 from moechat.serve.counters import Counters
 from moechat.serve.guard import MOST_HEADER_BYTES
+from moechat.serve.machine_state import StateReader
 from moechat.serve.offered_models import OfferedModels
 from moechat.serve.settings import ServeSettings
+from moechat.serve.state_feed import StateFeed
 from moechat.serve.worker import Worker
 
 # Seconds in which the headers of the first request of a connection have to arrive.
@@ -73,6 +75,7 @@ class Server:
         self._counters = Counters()
         self._load_error: Exception | None = None
         self._signal: int | None = None
+        self._feed = StateFeed(StateReader(self._counters))
         self.worker = Worker(
             models,
             parallel=settings.parallel,
@@ -80,10 +83,12 @@ class Server:
             keep_alive_s=settings.keep_alive_s,
             counters=self._counters,
             on_load_failed=self._on_load_failed,
+            on_pause=self._feed.on_pause,
         )
+        self._feed.attach(self.worker, self.worker.wake)
         self._socket = _listen(settings)
         config = uvicorn.Config(
-            make_app(settings, self.worker, models.names, self._counters),
+            make_app(settings, self.worker, models.names, self._counters, self._feed),
             http=_PatientProtocol,
             ws="none",
             lifespan="off",
@@ -154,6 +159,7 @@ class Server:
             ready()
         while not self._uvicorn.should_exit and not serving.done():
             await asyncio.sleep(0.1)
+        self._feed.close()
         # Answers end before the connections do, so that clients are told.
         await asyncio.to_thread(self.worker.close, _GRACE_S)
         await serving

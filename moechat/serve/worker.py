@@ -72,17 +72,22 @@ class Worker:
         keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
         counters: For ``/metrics``.
         on_load_failed: Called in the thread when the model of :meth:`start` cannot be loaded.
+        on_pause: Called in the thread between tokens and parts of prompts, while a model is loaded, and about
+            once a second without work: the engine may be looked at then. Returns the seconds after which it
+            wants to be called again though there is no work; ``None``: at the next occasion.
 
     Attributes:
         loaded: Name of the model that is loaded; empty: none.
         active: Answers under way.
         starting: The first model is being loaded.
         last_used: When the last answer ended, on ``time.time``'s clock.
+        drawn: Tokens of all answers so far.
+        prompt: Tokens of the prompt at work that are computed, and all of them; ``None``: none is at work.
         loading: What is loaded now, and its share, for ``/health``; ``None``: nothing.
     """
 
-    # _waiting, _closing and _wanted are guarded by _changed. All else of the model is the thread's own;
-    # `loaded`, `loading` and `active` are single values that others may read.
+    # _waiting, _closing, _wanted and _woken are guarded by _changed. All else of the model is the thread's
+    # own; `loaded`, `loading`, `active`, `drawn` and `prompt` are single values that others may read.
     def __init__(
         self,
         loader: Loader,
@@ -92,10 +97,13 @@ class Worker:
         keep_alive_s: float | None,
         counters: Counters,
         on_load_failed: Callable[[Exception], None],
+        on_pause: Callable[[Worker], float | None] = lambda _: None,
     ) -> None:
         self.loaded = ""
         self.loading: tuple[str, str, float] | None = None
         self.active = 0
+        self.drawn = 0
+        self.prompt: tuple[int, int] | None = None
         self.starting = False
         self.last_used = time.time()
         self._loader = loader
@@ -104,10 +112,13 @@ class Worker:
         self._keep_alive_s = keep_alive_s
         self._counters = counters
         self._on_load_failed = on_load_failed
+        self._on_pause = on_pause
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._closing = False
         self._wanted: str | None = None
+        self._woken = False
+        self._pause_s: float | None = None
         self._engine: Engine | None = None
         self._answers: list[_Answer] = []
         self._thread = threading.Thread(target=self._run, name="moechat-answers", daemon=True)
@@ -155,6 +166,12 @@ class Worker:
             self._wanted = ""
             self._changed.notify()
 
+    def wake(self) -> None:
+        """Call ``on_pause`` soon, also if there is no work."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
     def close(self, timeout_s: float | None = None) -> bool:
         """End answers within a token and unload the model.
 
@@ -175,6 +192,7 @@ class Worker:
             while not self._closing:
                 self._load_wanted()
                 self._admit()
+                self._pause_s = self._on_pause(self)
                 if self._answers:
                     self._advance_all()
                 else:
@@ -249,6 +267,8 @@ class Worker:
             if job.cancelled or self._closing:
                 raise _GivenUp
             job.tell(Prefilled(done, total))
+            self.prompt = (done, total) if done < total else None
+            self._on_pause(self)
 
         steps = engine.generate_in_turns(ids, progress=progress, **options)
         job.tell(begun)
@@ -282,6 +302,7 @@ class Worker:
     def _deliver(self, answer: _Answer, step: Step | None) -> None:
         if step is None:
             return
+        self.drawn += 1
         assert self._engine is not None
         if step.finish_reason is None:
             answer.job.tell(Drawn(step))
@@ -296,6 +317,7 @@ class Worker:
             self._answers.remove(answer)
         with closing(answer.steps):
             pass
+        self.prompt = None
         if error is not None:
             answer.job.tell(Failed(error))
         self.active = len(self._answers)
@@ -313,9 +335,12 @@ class Worker:
         if engine is not None:
             engine.idle()
         with self._changed:
-            if self._closing or self._waiting or self._wanted is not None:
+            if self._closing or self._waiting or self._woken or self._wanted is not None:
+                self._woken = False
                 return
-            self._changed.wait(None if engine is None else _IDLE_S)
+            pauses = (None if engine is None else _IDLE_S, self._pause_s)
+            self._changed.wait(min((pause for pause in pauses if pause is not None), default=None))
+            self._woken = False
             if self._waiting or self._closing:
                 return
         unused = time.time() - self.last_used
@@ -334,6 +359,7 @@ class Worker:
             if self._closing:
                 raise ServerClosingError("the server is shutting down")
             self.loading = (name, what, share)
+            self._on_pause(self)
 
         try:
             self._engine = self._loader.load(name, progress)

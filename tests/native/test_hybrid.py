@@ -251,7 +251,12 @@ def test_the_cpu_alone_moves_nothing(cuda, records):
     try:
         for step in range(4):
             assert tier.layer(step % LAYERS, [[4, 5]], rng, "cpu")[1] == 2 * BLOCKS
+        resident, _, far = tier.runner.places()
+        assert far.tolist() == [[int(e in (4, 5)) for e in range(far.shape[1])]] * LAYERS
+        assert not resident[:, 4:6].any()
         assert tier.runner.stats()["fetched_demand"] == 0
+        tier.layer(0, [[4, 5]], rng, "fetch")
+        assert not tier.runner.places()[2][0].any(), "at their last use they were fetched"
     finally:
         tier.close()
 

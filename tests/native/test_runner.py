@@ -216,6 +216,37 @@ def test_experts_outside_the_layer_select_nothing_and_repeated_ones_add_up():
     one.run(model.runner())
 
 
+def test_places_tell_blocks_on_their_way_from_those_that_are_there():
+    model = Model(4, 2, 4, 3)
+    runner = model.runner(model.link(latency=0.2))
+    one = Pass(model, 1, 1, chosen=[[0, 2]])
+    one.begin(runner)
+    resident, assigned, far = runner.places()
+    assert resident.shape == assigned.shape == far.shape == (2, 4)
+    assert not resident.any()
+    assert assigned.tolist() == [[0, 0, 0, 0], [3, 0, 3, 0]]
+    one.finish(runner)
+    resident, assigned, far = runner.places()
+    assert resident.tolist() == assigned.tolist() == runner.residency().tolist()
+    assert resident[1].tolist() == [3, 0, 3, 0]
+    assert not far.any()
+
+
+def test_activations_are_those_of_the_routing_counts():
+    model = Model(4, 2, 4, 1)
+    runner = model.runner()
+    for chosen in ([0, 2], [2, 3]):
+        for layer in range(2):
+            Pass(model, layer, 1, chosen=[chosen]).run(runner)
+    Pass(model, 0, 5).run(runner)  # a prompt, which is not counted
+    tokens, activations = runner.activations()
+    counts = runner.routing_counts()
+    assert tokens == counts[0] == 2
+    assert activations.tolist() == counts[2].tolist() == [[1, 0, 2, 1]] * 2
+    runner.reset_routing_counts()
+    assert runner.activations()[0] == runner.activations()[1].sum() == 0
+
+
 def test_statistics_match_the_work_done():
     model = Model(2, 2, 4, 3)
     runner = model.runner()

@@ -434,6 +434,25 @@ py::object residency_py(const RunnerObject& self) {
   return residency_array(blocks, parts->runner->options());
 }
 
+py::tuple places_py(const RunnerObject& self) {
+  const auto parts = self.parts();
+  const RunnerOptions& options = parts->runner->options();
+  const ExpertPlaces found = self.call([](ExpertRunner& runner) { return runner.places(); });
+  py::array_t<std::uint8_t> far({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
+  std::copy(found.far.begin(), found.far.end(), far.mutable_data());
+  return py::make_tuple(residency_array(found.resident, options), residency_array(found.assigned, options),
+                        std::move(far));
+}
+
+py::tuple activations_py(const RunnerObject& self) {
+  const auto parts = self.parts();
+  const RunnerOptions& options = parts->runner->options();
+  const auto [tokens, counts] = self.call([](ExpertRunner& runner) { return runner.activations(); });
+  py::array_t<std::int64_t> array({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
+  std::copy(counts.begin(), counts.end(), array.mutable_data());
+  return py::make_tuple(tokens, std::move(array));
+}
+
 }  // namespace
 
 void bind_offload(py::module_& m) {
@@ -530,6 +549,8 @@ void bind_offload(py::module_& m) {
           [](const Self& self, bool on) { self.call([&](ExpertRunner& runner) { runner.hurry_link(on); }); },
           py::arg("on"))
       .def("residency", &residency_py)
+      .def("places", &places_py)
+      .def("activations", &activations_py)
       .def("check",
            [](const Self& self) { return self.call([](ExpertRunner& runner) { return runner.check(); }); })
       .def("close", &Self::close)

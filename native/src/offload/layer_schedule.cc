@@ -66,6 +66,7 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       layer_(options_.layers - 1),
       pass_(kRecent),
       landed_(at(std::int64_t{options_.layers} * options_.experts)),
+      far_used_(landed_.size()),
       windows_(at(std::int64_t{2} * options_.layers)) {}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
@@ -127,6 +128,7 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
     row.next = 0;
     row.pinned = true;
     row.link_end = row.far_begin = options_.blocks;
+    far_used_[place(layer, expert_of(i))] = 0;
     complete = complete && cache_.assigned(layer, expert_of(i)) == options_.blocks;
     ready = ready && cache_.resident(layer, expert_of(i)) == options_.blocks;
   }
@@ -513,6 +515,17 @@ std::vector<std::int16_t> LayerSchedule::residency() const {
     }
   }
   return blocks;
+}
+
+ExpertPlaces LayerSchedule::places() const {
+  ExpertPlaces found{residency(), {}, far_used_};
+  found.assigned.reserve(found.resident.size());
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+    for (std::int32_t expert = 0; expert < options_.experts; ++expert) {
+      found.assigned.push_back(static_cast<std::int16_t>(cache_.assigned(layer, expert)));
+    }
+  }
+  return found;
 }
 
 }  // namespace moechat

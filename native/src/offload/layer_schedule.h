@@ -87,6 +87,14 @@ struct ScheduleOptions {
   }
 };
 
+// Where the experts of all layers are, [layers * experts] each. A block that has landed counts from the next
+// begin or finish.
+struct ExpertPlaces {
+  std::vector<std::int16_t> resident;  // leading blocks that are ready
+  std::vector<std::int16_t> assigned;  // the same, and those on their way
+  std::vector<std::uint8_t> far;       // 1: at its last use the CPU computed a part of it where it lies
+};
+
 // Figures since the last reset.
 struct ScheduleStats {
   CacheCounters cache;
@@ -167,6 +175,7 @@ class LayerSchedule {
   std::int64_t bytes_computed() const { return own_.bytes_computed; }
   void reset_stats();
   std::vector<std::int16_t> residency() const;  // [layers * experts] resident blocks
+  ExpertPlaces places() const;
   std::string check() const { return cache_.check(); }
   const ScheduleOptions& options() const { return options_; }
   SplitExpertCache& cache() { return cache_; }
@@ -288,9 +297,10 @@ class LayerSchedule {
   // freed_: there may be more pages than at the last acquire.
   bool starved_ = false;
   bool freed_ = false;
-  bool transfer_failed_ = false;       // a transfer has failed since this was last reset
-  std::string failure_;                // of a demand
-  std::vector<std::uint64_t> landed_;  // [layers, experts]: pass in which a block last landed; 0: none has
+  bool transfer_failed_ = false;        // a transfer has failed since this was last reset
+  std::string failure_;                 // of a demand
+  std::vector<std::uint64_t> landed_;   // [layers, experts]: pass in which a block last landed; 0: none has
+  std::vector<std::uint8_t> far_used_;  // [layers, experts]: see ExpertPlaces::far
   bool undisturbed_ = false;
   Miss miss_ = Miss::kFetch;
   bool sharing_ = false;

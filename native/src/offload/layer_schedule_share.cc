@@ -202,6 +202,7 @@ void LayerSchedule::share() {
   own_.blocks_far += size;
   own_.far_seconds += time;
   for (const FarPiece& one : pieces_) {
+    far_used_[place(layer_, expert_of(one.row))] = 1;
     if (row_at(one.row).pinned && done(row_at(one.row))) end_row(one.row);
   }
   waited_ = 0;

@@ -309,6 +309,16 @@ std::vector<std::int16_t> ExpertRunner::residency() const {
   return schedule_.residency();
 }
 
+ExpertPlaces ExpertRunner::places() const {
+  const ApiLock lock(this);
+  return schedule_.places();
+}
+
+std::pair<std::int64_t, std::vector<std::int64_t>> ExpertRunner::activations() const {
+  const ApiLock lock(this);
+  return {routing_.counts().tokens, routing_.counts().activations};
+}
+
 std::string ExpertRunner::check() const {
   const ApiLock lock(this);
   return schedule_.check();

@@ -145,6 +145,9 @@ class ExpertRunner {
   void drain(const Interrupted& interrupted);
   void hurry_link(bool on);                     // as Link::hurry
   std::vector<std::int16_t> residency() const;  // [layers * experts] resident blocks
+  ExpertPlaces places() const;
+  // [layers * experts] activations of routing_counts(), and its tokens.
+  std::pair<std::int64_t, std::vector<std::int64_t>> activations() const;
   // Empty, or the inconsistency found. For tests; slow.
   std::string check() const;
   const RunnerOptions& options() const { return options_; }
