@@ -28,6 +28,7 @@ from moechat.serve.jobs import Begun, Failed, Job
 from moechat.serve.openai_chat import ChatAnswer, ChatRequest
 from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
 from moechat.serve.openai_responses import ResponseAnswer, ResponseRequest
+from moechat.serve.page_files import page_routes
 from moechat.serve.replies import Reply, reply_of
 from moechat.serve.settings import ServeSettings
 from moechat.serve.state_feed import StateFeed
@@ -202,8 +203,10 @@ def make_app(
         Route("/moechat/state", _answering(feed.get)),
         Route("/moechat/state/stream", _answering(feed.stream)),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _handle_http})
-    return Guard(app, settings, counters, frozenset(route.path for route in routes))
+    page = page_routes()
+    app = Starlette(routes=[*routes, *page], exception_handlers={HTTPException: _handle_http})
+    paths = frozenset(route.path for route in (*routes, *page))
+    return Guard(app, settings, counters, paths, frozenset(route.path for route in page))
 
 
 async def _body(request: Request) -> Fields:

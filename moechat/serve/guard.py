@@ -34,15 +34,22 @@ class Guard:
         settings: Of the server.
         counters: Counts requests.
         routes: Paths that exist, for counting.
+        open_paths: Paths that need no key, besides ``/health``.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, counters: Counters, routes: frozenset[str]
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        counters: Counters,
+        routes: frozenset[str],
+        open_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._settings = settings
         self._counters = counters
         self._routes = routes
+        self._open = open_paths.union(_OPEN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -93,7 +100,7 @@ class Guard:
             )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
             return ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES >> 10} KiB")
-        if scope["method"] == "OPTIONS" or scope["path"] in _OPEN:
+        if scope["method"] == "OPTIONS" or scope["path"] in self._open:
             return None
         if settings.api_key and not _same(settings.api_key, _key_of(headers)):
             return ApiError(
