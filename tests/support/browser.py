@@ -146,7 +146,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=place,  # noqa: PLW1509 - no threads fork here
+        preexec_fn=place,
         close_fds=False,
     )
     os.close(theirs_in)

@@ -34,6 +34,7 @@ OWN_VARIABLES = frozenset(
         "RUN_AHEAD",
         "PYTHON",
         "TORCH_INDEX",
+        "API_KEY",
     )
 )
 # What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
