@@ -22,8 +22,9 @@ from moechat.reply_formats.notations import (
 from moechat.reply_formats.tools import Tool
 from moechat.reply_formats.values import text_options, types_in, types_of
 
-# Schemas may refer to themselves; deeper values are JSON.
+# Schemas may refer to themselves; deeper values, and those beyond this number of rules, are text.
 _DEEPEST_ELEMENT = 4
+_MOST_RULES = 2000
 _SPACE = "/[ \\n]{1,4}/"
 
 
@@ -256,13 +257,14 @@ def _element(
     """A rule for one element, with its value and the white space behind it."""
     opened, close = writer.literal(f"{calls.prefix}<{key}>"), f"{calls.prefix}</{key}>"
     types = types_in(tool, schema)
+    nested = depth < _DEEPEST_ELEMENT and writer.size < _MOST_RULES
     options = text_options(schema)
     if options is not None:
         value = f"{either([quoted(option) for option in options])} {writer.literal(close)}"
-    elif types == {"object"} and schema.get("properties") and depth < _DEEPEST_ELEMENT:
+    elif types == {"object"} and schema.get("properties") and nested:
         members = _elements(writer, calls, tool, schema, depth + 1)
         value = f"{_SPACE}? {members} {writer.literal(close)}"
-    elif types == {"array"} and depth < _DEEPEST_ELEMENT:
+    elif types == {"array"} and nested:
         item = _element(writer, calls, tool, tool.item_schema(schema) or {}, calls.item, depth + 1)
         value = f"{_SPACE}? {item}* {writer.literal(close)}"
     elif "string" in types:

@@ -51,6 +51,11 @@ class LarkWriter:
         self._split = re.compile(f"({'|'.join(map(re.escape, texts))})" if texts else r"(?!)")
         self._rules: dict[str, str] = {}
 
+    @property
+    def size(self) -> int:
+        """The number of rules."""
+        return len(self._rules)
+
     def text(self) -> str:
         """The grammar."""
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items()) + "\n"

@@ -22,21 +22,28 @@ def types_of(tool: Tool | None, parameter: str) -> frozenset[str]:
     return types_in(tool, schema) if tool is not None and schema is not None else ALL_TYPES
 
 
-def types_in(tool: Tool, schema: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_in(tool: Tool, schema: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a value within a tool's parameters may have; all of them if that is unknown."""
+    return _types(tool, schema, set()) or ALL_TYPES
+
+
+def _types(tool: Tool, schema: Mapping[str, Any], seen: set[int]) -> frozenset[str]:
+    """As :func:`types_in`; nothing for a schema that has been seen, since schemas may refer to themselves."""
     resolved = tool.resolved(schema)
-    if resolved is None or depth > 8:
+    if resolved is None:
         return ALL_TYPES
+    if id(resolved) in seen:
+        return frozenset()
+    seen.add(id(resolved))
     named = resolved.get("type")
     names = [named] if isinstance(named, str) else named
     if isinstance(names, list):
-        found = frozenset(name for name in names if isinstance(name, str)) & ALL_TYPES
-        return found or ALL_TYPES
+        return frozenset(name for name in names if isinstance(name, str)) & ALL_TYPES
     for key in ("anyOf", "oneOf"):
         options = resolved.get(key)
         if isinstance(options, list) and options:
-            types = [types_in(tool, option, depth + 1) for option in options if isinstance(option, Mapping)]
-            return frozenset().union(*types) or ALL_TYPES
+            mappings = [option for option in options if isinstance(option, Mapping)]
+            return frozenset().union(*(_types(tool, option, seen) for option in mappings))
     for key, values in (("enum", resolved.get("enum")), ("const", [resolved.get("const")])):
         if key in resolved and isinstance(values, list) and values:
             return frozenset(type_name(value) for value in values)
@@ -95,7 +102,9 @@ def _readings(text: str) -> list[Any]:
     if text.lower() in _WORDS:
         return [_WORDS[text.lower()]]
     try:
-        return [json.loads(text, parse_constant=_refuse)]
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)  # numbers may be too large
+        return [value]
     except (ValueError, RecursionError):
         pass
     if text[:1] in ("[", "{", "(") and len(text) <= _LONGEST_LITERAL:

@@ -22,6 +22,7 @@ from moechat.reply_formats import (
     whole_reply,
 )
 from moechat.reply_formats.events import Call, CallArguments, CallBroken
+from moechat.reply_formats.values import ALL_TYPES, type_name, typed_value
 
 ARGUMENTS = '{"city": "Paris", "days": 3, "place": {"street": "x"}}'
 CALLS = (Call("get_weather", ARGUMENTS), Call("now", "{}"))
@@ -415,6 +416,9 @@ def test_a_string_stays_as_it_was_written(written: str, value: str) -> None:
         ("unknown", "[1]", [1]),
         ("unknown", "five", "five"),
         ("unknown", "NaN", "NaN"),
+        ("unknown", "[1e999]", "[1e999]"),
+        ("height", "1e999", "1e999"),
+        ("days", "9" * 5000, "9" * 5000),
     ],
 )
 def test_values_are_typed_by_the_schema(key: str, written: str, value: object) -> None:
@@ -422,6 +426,21 @@ def test_values_are_typed_by_the_schema(key: str, written: str, value: object) -
     (call,) = whole_reply(same_however_divided(FORMATS["glm"], text)).calls
     found = json.loads(call.arguments)[key]
     assert (found, type(found)) == (value, type(value))
+
+
+NEAR_JSON = st.text(st.sampled_from("0123456789eE.-+[]{}:,\"'\\ ntfaNIul()b")) | st.text()
+
+
+@settings(deadline=None)
+@given(text=NEAR_JSON, types=st.frozensets(st.sampled_from(sorted(ALL_TYPES)), min_size=1))
+def test_any_text_is_a_value_that_json_can_hold(text: str, types: frozenset[str]) -> None:
+    value = typed_value(text, types)
+    json.dumps(value, allow_nan=False)
+    assert (
+        value == text
+        or type_name(value) in types
+        or (type_name(value), "number" in types) == ("integer", True)
+    )
 
 
 @pytest.mark.parametrize(

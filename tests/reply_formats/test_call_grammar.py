@@ -337,6 +337,18 @@ def test_tools_that_take_anything_may_get_anything_and_those_without_parameters_
         assert not grammar("hermes", special=False, tools=tools).accepts(text)
 
 
+def test_schemas_that_refer_to_themselves_make_a_grammar_of_limited_size() -> None:
+    itself = {"$ref": "#/$defs/x"}
+    schema = {
+        "type": "object",
+        "properties": {"a": itself},
+        "$defs": {"x": {"type": "object", "properties": {f"k{n}": itself for n in range(60)}}},
+    }
+    (tool,) = validated_tools([function("f", schema)])
+    text = call_grammar(FORMATS["minimax-m3"], [tool])
+    assert 1000 < len(text.splitlines()) < 8000
+
+
 def test_keywords_that_are_not_known_do_not_matter() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "color", "x-order": 1}}}
     assert grammar("hermes", special=False, tools=validated_tools([function("f", schema)])).accepts(

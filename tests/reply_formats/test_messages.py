@@ -9,6 +9,7 @@ from reply_support import WEATHER, function
 
 from moechat.errors import UsageError
 from moechat.reply_formats import FORMATS, new_call_id, to_template_messages, validated_tools
+from moechat.reply_formats.values import types_of
 
 USER = {"role": "user", "content": "Weather?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
@@ -142,6 +143,19 @@ def test_references_in_schemas_are_resolved() -> None:
     assert tool.schema_of("a") == {"type": "integer"}
     assert tool.schema_of("b") is None
     assert tool.schema_of("c") is None
+
+
+def test_schemas_that_refer_to_themselves_have_types() -> None:
+    itself = {"$ref": "#/$defs/x"}
+    parameters = {
+        "type": "object",
+        "properties": {"a": itself, "b": {"anyOf": [itself, {"type": "null"}]}, "c": {"anyOf": [itself]}},
+        "$defs": {"x": {"anyOf": [itself] * 100 + [{"anyOf": [itself] * 100 + [{"type": "integer"}]}]}},
+    }
+    (tool,) = validated_tools([function("f", parameters)])
+    assert types_of(tool, "a") == {"integer"}
+    assert types_of(tool, "b") == {"integer", "null"}
+    assert types_of(tool, "c") == {"integer"}
 
 
 @pytest.mark.parametrize(
