@@ -14,6 +14,7 @@ import pytest
 from moechat.chat.chat_options import ChatOptions, Generation
 from moechat.chat.repl import Chat
 from moechat.errors import PromptTooLongError
+from moechat.steps import Step
 
 Messages = list[dict[str, str]]
 
@@ -43,13 +44,6 @@ class Numbers:
 
     def to_json(self) -> dict[str, Any]:
         return {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
-
-
-@dataclass(frozen=True)
-class Step:
-    text: str
-    token_id: int
-    finish_reason: str | None = None
 
 
 @dataclass
@@ -112,14 +106,9 @@ class ScriptedEngine:
 
     def describe(self) -> Any:
         """The properties of an engine that a chat shows."""
+        facts = [("model", f"{self.name} (scripted, 4 bits)"), ("device", "cpu"), ("experts", "in a script")]
         return SimpleNamespace(
-            model_type="scripted",
-            bits=4,
-            experts_form="4 bits",
-            device="cpu",
-            experts="in a script",
-            memory_budget_bytes=1 << 30,
-            memory_experts_bytes=1 << 20,
+            rows=lambda size: [*facts, ("memory", size(1 << 30)), ("memory, experts", size(1 << 20))]
         )
 
     def close(self) -> None:
