@@ -15,6 +15,7 @@ from moechat.hardware.profile import End, Figure
 from moechat.planning.cases import Case, Cases
 from moechat.planning.memory import Far
 from moechat.planning.words import bottleneck
+from moechat.simulate.shared_draws import in_threads
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,15 @@ def cpu_rates(cases: Cases, case: Case, far: Far | None, ram_share: float) -> tu
     """Tokens a second of a plan at both ends of the range; arguments and ``None`` as :func:`cpu_range`."""
     if _rate(cases, far) is None:
         return None
-    low, high = (_at(cases, end) for end in ("low", "high"))
-    if case.allocation is None:
-        memory = case.memory
-        found = [
-            there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share).decode
-            for there in (low, high)
-        ]
-    else:
-        found = [there.decode_at(case, ram_share) for there in (low, high)]
-    return found[0].rate, found[1].rate
+    memory, ends = case.memory, [_at(cases, "low"), _at(cases, "high")]
+
+    def rate(there: Cases) -> float:
+        if case.allocation is not None:
+            return there.decode_at(case, ram_share).rate
+        return there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share).decode.rate
+
+    low, high = in_threads(rate, ends)
+    return low, high
 
 
 def _rate(cases: Cases, far: Far | None) -> Figure | None:

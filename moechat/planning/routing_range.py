@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from moechat.planning.cases import Case, Cases
 from moechat.planning.speed import Decode
+from moechat.simulate.shared_draws import in_threads
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def routing_range(cases: Cases, case: Case, ram_share: float) -> RoutingRange | 
     bounds = cases.routing.bounds
     if bounds is None or case.allocation is None:
         return None
-    low, high = (cases.on(statistics=end).decode_at(case, ram_share) for end in bounds)
+    low, high = in_threads(lambda end: cases.on(statistics=end).decode_at(case, ram_share), bounds)
     return RoutingRange(_end(low, case.decode, min), _end(high, case.decode, max))
 
 

@@ -6,9 +6,12 @@ depend only on the statistics. They are kept no longer than :func:`shared_draws`
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +22,8 @@ from moechat.routing.trace import Trace
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.predictions import draw_rankings
 
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
 _Drawn = TypeVar("_Drawn", Trace, npt.NDArray[np.int32])
 
 
@@ -44,25 +49,32 @@ class _Shared:
             return self._drawn[whole]  # type: ignore[return-value]
 
 
-_local = threading.local()
+_SHARED: ContextVar[_Shared | None] = ContextVar("shared draws", default=None)
 
 
 @contextmanager
 def shared_draws() -> Iterator[None]:
-    """Keep the draws of this thread until the end of the block."""
-    if getattr(_local, "shared", None) is not None:
+    """Keep the draws of the block until its end; those of :func:`in_threads` too."""
+    if _SHARED.get() is not None:
         yield
         return
-    _local.shared = _Shared()
+    token = _SHARED.set(_Shared())
     try:
         yield
     finally:
-        _local.shared = None
+        _SHARED.reset(token)
+
+
+def in_threads(function: Callable[[_Input], _Output], inputs: Sequence[_Input]) -> list[_Output]:
+    """Results of a function for several inputs, each computed in a thread that shares these draws."""
+    with ThreadPoolExecutor(max(1, min(len(inputs), os.cpu_count() or 1))) as pool:
+        calls = [pool.submit(copy_context().run, function, each) for each in inputs]
+        return [call.result() for call in calls]
 
 
 def drawn_routing(statistics: RoutingStatistics, tokens: int) -> Trace:
     """:func:`moechat.simulate.drawn_routing.draw_routing`, from an earlier call if draws are shared."""
-    shared: _Shared | None = getattr(_local, "shared", None)
+    shared = _SHARED.get()
     if shared is None:
         return draw_routing(statistics, tokens)
     return shared.get(statistics, ("routing", tokens), lambda: draw_routing(statistics, tokens))
@@ -84,7 +96,7 @@ def drawn_rankings(
         accuracy = statistics.prediction_accuracy[:, : statistics.top_k].mean(axis=1)
         return draw_rankings(trace, accuracy, width=width, lookahead=lookahead)
 
-    shared: _Shared | None = getattr(_local, "shared", None)
+    shared = _SHARED.get()
     if shared is None:
         return draw()
     return shared.get(statistics, ("rankings", trace.tokens, width, lookahead), draw)
