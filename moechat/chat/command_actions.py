@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moechat.chat.chat_options import MODELS_OWN, NAMES, setting_of
@@ -202,6 +203,31 @@ class Commands:
             f"{name} goes with your next message: {lines:,} line{'s'[: lines != 1]}, "
             f"{session.status.size(len(content.encode()))}, {tokens:,} tokens"
         )
+
+    def _rename(self, text: str) -> None:
+        conversation = self._session.conversation
+        title = title_of(unquoted(text))
+        if not title:
+            raise UsageError("/rename needs TITLE")
+        conversation.title = title
+        self._session.record()
+        self._say(f"the conversation is called {title}")
+
+    def _fork(self, text: str) -> None:
+        session, original = self._session, self._session.conversation
+        if not original.turns:
+            raise UsageError("there is nothing to copy yet")
+        copy = Conversation(
+            [replace(turn, key=None) for turn in original.turns],
+            original.system,
+            title=original.title,
+            model=original.model,
+        )
+        session.use_conversation(copy)
+        session.record()
+        kept = "" if original.key is None else f"; number {original.key} stays as it is"
+        where = "a copy" if copy.key is None else f"number {copy.key}, a copy"
+        self._say(f"the conversation goes on as {where} ({turns_of(copy)}){kept}")
 
     def _sessions(self, text: str) -> None:
         session = self._session

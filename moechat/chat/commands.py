@@ -40,6 +40,8 @@ COMMANDS = (
     Command("save", "FILE", "write the conversation: .json, or .md for people", files=True),
     Command("load", "FILE", "go on with a conversation from a .json file", files=True),
     Command("read", "[FILE]", 'send a text file along with the next message; "" for none', files=True),
+    Command("rename", "TITLE", "give the conversation another title"),
+    Command("fork", "", "go on in a copy of the conversation; the original stays as it is"),
     Command("sessions", "[NUMBER]", "conversations that are kept; go on with one of them"),
     Command("model", "NAME", "go on with another model"),
     Command("bye", "", "leave (also Ctrl-D, or Ctrl-C twice)"),
