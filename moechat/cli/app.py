@@ -10,6 +10,7 @@ import typer
 
 from moechat.cli.arguments import register
 from moechat.cli.commands.bench_arguments import BenchCommand
+from moechat.cli.commands.count_arguments import CountCommand
 from moechat.cli.commands.help import register_help
 from moechat.cli.commands.library_arguments import register_library
 from moechat.cli.commands.plan_arguments import PlanCommand, ProfileCommand
@@ -188,6 +189,12 @@ def _bench(command: BenchCommand) -> int:
     return bench(command)
 
 
+def _count(command: CountCommand) -> int:
+    from moechat.cli.commands.count import count
+
+    return count(command)
+
+
 def _plan(command: PlanCommand) -> int:
     from moechat.cli.commands.plan import plan
 
@@ -219,6 +226,7 @@ register(_commands, "plan", PlanCommand, _plan)
 register(_commands, "profile", ProfileCommand, _profile)
 register(_commands, "simulate", SimulateCommand, _simulate)
 register(_commands, "trace", TraceCommand, _trace)
+register(_commands, "count", CountCommand, _count)
 
 
 @_commands.command("doctor", help=_DOCTOR_HELP, epilog=_DOCTOR_EXAMPLES)

@@ -133,7 +133,7 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     assert offered == {f"--{name}" for name in wanted.split()}
 
 
-COMMANDS = "run bench plan profile simulate trace doctor download list show rm sessions"
+COMMANDS = "run bench plan profile simulate trace count doctor download list show rm sessions"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split()])
