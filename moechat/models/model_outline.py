@@ -230,6 +230,7 @@ def outline_model(
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
     trials: Path | None = None,
+    keep_trial: bool = True,
 ) -> ModelOutline:
     """Build the model of a configuration without weights and count its weights; see :func:`outline_skeleton`.
 
@@ -242,8 +243,8 @@ def outline_model(
         on_gpu: The dense part runs on a GPU.
         source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
             bfloat16 if it names none.
-        trials: Directory of the results of trial passes, which are read and kept there; ``None``: they are
-            made anew.
+        trials: Directory of kept results of trial passes; ``None``: they are made anew.
+        keep_trial: Keep new ones there.
 
     Raises:
         UnsupportedModelError: The installed transformers cannot build the model, it has no routed experts, or
@@ -257,7 +258,7 @@ def outline_model(
         trial = None if trials is None else read_trial(trials, key, skeleton.model)
         if trial is None:
             trial = try_out(skeleton, dtype, kv_bits=kv_bits)
-            if trials is not None:
+            if trials is not None and keep_trial:
                 write_trial(trials, key, trial)
         return outline_skeleton(
             skeleton,

@@ -84,6 +84,7 @@ class Cases:
         found: The model.
         machine: The machine.
         options: As for loading.
+        keep_trial: Keep the results of trial passes in the user's cache, for later plans.
 
     Attributes:
         outline: The model's sizes.
@@ -99,7 +100,9 @@ class Cases:
         MoechatError: moechat cannot run the model.
     """
 
-    def __init__(self, found: PlannedModel, machine: Machine, options: LoadOptions) -> None:
+    def __init__(
+        self, found: PlannedModel, machine: Machine, options: LoadOptions, *, keep_trial: bool = False
+    ) -> None:
         # Imported here because they import torch and transformers.
         from moechat.models.assets import context_length
         from moechat.models.model_outline import outline_model, resolve_type
@@ -117,6 +120,7 @@ class Cases:
                 on_gpu=on_gpu,
                 source=found.headers,
                 trials=user_paths().cache / "trials",
+                keep_trial=keep_trial,
             )
             self.geometry, self.remark = found.geometry(self.outline)
         self.shape = model_shape(self.outline, self.geometry)

@@ -54,30 +54,42 @@ def plan(
         UnsupportedModelError: moechat cannot run it.
         DoesNotFitError: The memory is too small; the message has every part and the least that works.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=False)
+    return _plan(model, profile, LoadOptions.parse(options), brief=False, keep_trial=True)
 
 
 def brief_plan(
     model: str | Path,
     *,
     profile: str | Path | HardwareProfile | None = None,
+    keep_trial: bool = True,
     **options: Unpack[LoadKeywords],
 ) -> Plan:
     """Like :func:`plan`, in half the time: without other budgets, and without the plans that would be made at
     the ends of the range of the CPU's rate; ``speed.cpu_rates`` are those of this plan.
+
+    Args:
+        model: As for :func:`plan`.
+        profile: As for :func:`plan`.
+        keep_trial: Write results of trial passes to the user's cache, as :func:`plan` does.
+        options: As for :func:`plan`.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=True)
+    return _plan(model, profile, LoadOptions.parse(options), brief=True, keep_trial=keep_trial)
 
 
 def _plan(
-    model: str | Path, profile: str | Path | HardwareProfile | None, options: LoadOptions, *, brief: bool
+    model: str | Path,
+    profile: str | Path | HardwareProfile | None,
+    options: LoadOptions,
+    *,
+    brief: bool,
+    keep_trial: bool,
 ) -> Plan:
     require_model(model)
     wants_gpu = None if options.device is None and options.vram is None else options.gpu is not None
     found = find_model(model, options.bits)  # before the machine: a wrong name is the cheaper error
     machine = find_machine(profile, gpu=wants_gpu)
     with shared_draws():
-        return _made(Cases(found, machine, options), found, options, brief=brief)
+        return _made(Cases(found, machine, options, keep_trial=keep_trial), found, options, brief=brief)
 
 
 def _made(cases: Cases, found: PlannedModel, options: LoadOptions, *, brief: bool) -> Plan:

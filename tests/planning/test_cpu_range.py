@@ -17,6 +17,7 @@ from moechat.options import LoadOptions
 from moechat.planning import Plan
 from moechat.planning.cases import Cases
 from moechat.planning.cpu_range import CpuRange
+from moechat.planning.expect import expect
 from moechat.planning.machine import find_machine
 from moechat.planning.make import brief_plan
 from moechat.planning.source import find_model
@@ -74,6 +75,21 @@ def test_a_brief_plan_has_the_figures_of_the_whole_one(
         assert whole.speed.cpu_rates == whole.speed.cpu_range.same_plan_rates
     expected = replace(whole, other_budgets=(), speed=replace(whole.speed, cpu_range=None))
     assert brief == expected
+
+
+def test_only_a_plan_writes_results_of_trials_and_speeds_read_them(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moechat.models import model_outline
+
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
+    before = expect(config, profile=machine(8, 20, 60), vram="830M")
+    brief_plan(config, profile=machine(8, 20, 60), vram="830M", keep_trial=False)
+    assert not (tmp_path / "home").exists()
+    moechat.plan(config, profile=machine(8, 20, 60), vram="830M")
+    assert len(list((tmp_path / "home" / "cache" / "trials").iterdir())) == 1
+    monkeypatch.setattr(model_outline, "cache_shape", lambda *_, **__: pytest.fail("a trial was run"))
+    assert expect(config, profile=machine(8, 20, 60), vram="830M") == before
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -99,12 +99,12 @@ class _Memory:
 
 
 def _memory(plan: DownloadPlan) -> _Memory:
-    import moechat
     from moechat.hardware.memory import available_bytes
+    from moechat.planning.make import brief_plan
 
     least: int | None = None
     try:
-        moechat.plan(str(plan.config), bits=plan.geometry.bits, ram=_TOO_SMALL_BUDGET)
+        brief_plan(str(plan.config), keep_trial=False, bits=plan.geometry.bits, ram=_TOO_SMALL_BUDGET)
     except DoesNotFitError as error:
         least = error.least_bytes
     except MoechatError:  # the download works without a memory plan
