@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class Chat:
         conversation: A conversation to continue; ``None`` starts one.
         sessions: Path of the database of conversations; ``None`` keeps none.
         reader: Source of lines; ``None`` takes the best for this terminal.
+        files: Names and contents of files to send with the first message.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Chat:
         conversation: Conversation | None = None,
         sessions: Path | None = None,
         reader: Reader | None = None,
+        files: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.session = ChatSession(models, options, status, conversation=conversation, sessions=sessions)
+        self.session.files = list(files)
         self._commands = Commands(self.session)
         self._interrupted = False  # by the last line, which was a Ctrl-C
         self._reader = reader or new_reader(

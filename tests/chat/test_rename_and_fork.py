@@ -47,6 +47,14 @@ def test_a_fork_goes_on_alone_and_leaves_the_original_as_it_is(home: Path) -> No
     assert (copy.title, copy.system) == ("first", "be brief")
 
 
+def test_files_from_the_start_go_with_the_first_message_only() -> None:
+    engine = ScriptedEngine([["one"], ["two"]])
+    output = talk(engine, ["/read", "first", "second"], chat={"files": [("a.txt", "milk")]})
+    assert "with your next message: a.txt" in output.notices
+    assert engine.prompts[0] == [user("a.txt:\n```\nmilk\n```\n\nfirst")]
+    assert engine.prompts[1][-1] == user("second")
+
+
 def test_without_saving_a_fork_is_only_a_copy() -> None:
     output = talk(ScriptedEngine([["one"]]), ["first", "/fork"])
     assert "the conversation goes on as a copy (1 turn)" in output.notices

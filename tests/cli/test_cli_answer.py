@@ -286,6 +286,37 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_converted(
     assert sorted((cli.home / "data").glob("models/*")) == stores
 
 
+def test_files_are_sent_before_the_prompt(cli: Cli, tmp_path: Path) -> None:
+    notes, plan = tmp_path / "notes of today.txt", tmp_path / "plan.md"
+    notes.write_text("milk\n")
+    plan.write_text("buy ```it```")
+    options = ["--max-tokens", "3", *GREEDY]
+    question = "notes of today.txt:\n```\nmilk\n```\n\nplan.md:\n````\nbuy ```it```\n````\n\nWhat is missing?"
+    wanted = answer_json(cli, "demo", question, *options)
+    given = answer_json(cli, "demo", "-f", str(notes), "--file", str(plan), "What is missing?", *options)
+    assert given["tokens"] == wanted["tokens"]
+    assert given["statistics"]["prompt_tokens"] == wanted["statistics"]["prompt_tokens"]
+    piped = answer_json(cli, "demo", "-f", str(notes), *options, stdin=b"What?")
+    assert piped["statistics"]["prompt_tokens"] < wanted["statistics"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["-f", "nowhere.txt", "hi"], "nowhere.txt cannot be read: No such file"),
+        (["-f", ".", "hi"], "is not a file"),
+        (["-f", "n.txt", "hi", "--completion"], "--completion continues a text"),
+        (["-f", "n.txt", "--jsonl", "-"], "it excludes --file"),
+    ],
+)
+def test_files_that_cannot_be_sent_are_refused_before_the_model_is_loaded(
+    cli: Cli, more: list[str], said: str
+) -> None:
+    result = cli.call("run", "demo", *more)
+    assert (result.status, result.out) == (2, b"")
+    assert said in result.err
+
+
 def test_control_characters_of_the_model_are_escaped_on_a_terminal(cli: Cli, model: str) -> None:
     options = [model, "hello", "--max-tokens", "200", *GREEDY]
     text = answer_json(cli, *options)["text"]

@@ -126,9 +126,9 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype help "
-        "hide-thinking json jsonl kv-bits max-tokens min-p no-save no-tune quiet ram raw repetition-penalty "
-        "seed session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
+        "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype file "
+        "help hide-thinking json jsonl kv-bits max-tokens min-p no-save no-tune quiet ram raw "
+        "repetition-penalty seed session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 

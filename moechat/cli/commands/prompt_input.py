@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import select
 import sys
+from collections.abc import Iterable
 from typing import BinaryIO
 
+from moechat.chat.terminal.safe_text import one_line
+from moechat.chat.text_files import path_of, read_text
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 
@@ -36,6 +39,19 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
     if not parts:
         raise UsageError("the prompt is empty", hint="give a prompt as an argument or on stdin")
     return "\n\n".join(parts)
+
+
+def read_files(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Names and contents of text files to send with a message.
+
+    Args:
+        names: Their paths.
+
+    Raises:
+        UsageError: A file is missing, not a regular file, larger than 64 MiB, or not UTF-8.
+    """
+    paths = [path_of(name) for name in names]
+    return [(one_line(path.name), read_text(path)) for path in paths]
 
 
 def _read_stdin(*, quiet: bool) -> str:

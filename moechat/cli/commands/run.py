@@ -10,13 +10,14 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moechat.chat.attachments import attach
 from moechat.chat.conversation import Conversation, Mark, Turn
 from moechat.chat.pending_reply import start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.output import can_redraw
-from moechat.cli.commands.prompt_input import read_prompt
+from moechat.cli.commands.prompt_input import read_files, read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.tokenizer_check import require_tokenizer
 from moechat.cli.engine_import import import_engine
@@ -54,12 +55,14 @@ def run(options: RunOptions) -> int:
     options = options.with_form()
     absent = options.remote is None and _is_absent(options)
     many = prompt = None
+    files = read_files(options.file or ())
     if options.jsonl is not None:
         from moechat.cli.commands.jsonl import read_jsonl_prompts
 
         many = read_jsonl_prompts(options)
     else:
         prompt = read_prompt(options.prompt, quiet=options.quiet)
+        prompt = attach(files, prompt) if prompt is not None else None
         for option, wanted, why in (
             ("--json", options.json, "gives one answer, so it needs a prompt"),
             ("--completion", options.completion, "needs a text to continue"),
@@ -79,7 +82,7 @@ def run(options: RunOptions) -> int:
         with closing(_ready(options, chat=False)) as answering:
             return answer_jsonl(answering, many, options)
     if prompt is None:
-        return _chat(options)
+        return _chat(options, files)
     conversation, recorder = _conversation(options)
     engine = _ready(options, chat=False)
     try:
@@ -131,7 +134,7 @@ def _is_absent(options: RunOptions) -> bool:
     return False
 
 
-def _chat(options: RunOptions) -> int:
+def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
     from moechat.chat.history.session_database import sessions_path
     from moechat.chat.repl import Chat
     from moechat.chat.terminal.held_keys import held_keys
@@ -155,6 +158,7 @@ def _chat(options: RunOptions) -> int:
             StderrStatus(),
             conversation=conversation if options.resumes else None,
             sessions=sessions_path() if options.save else None,
+            files=files,
         ).run()
         no_more_interrupts()  # a further Ctrl-C must not interrupt the clean-up
         return status

@@ -61,6 +61,16 @@ class RunOptions(PlaceOptions):
     prompt: Annotated[
         str | None, argument("PROMPT", "One prompt; '-' reads it from stdin. Starts a chat if not given.")
     ] = None
+    file: Annotated[
+        list[str] | None,
+        option(
+            "FILE",
+            "Send a text file with the prompt, or with the first message of a chat. May be repeated.",
+            None,
+            "--file",
+            "-f",
+        ),
+    ] = None
     max_tokens: Annotated[int | None, option("N", "Most tokens of an answer.")] = None
     temperature: Annotated[
         float | None, option("T", "0 is greedy. This and the next four default to the model's own values.")
@@ -156,9 +166,15 @@ class RunOptions(PlaceOptions):
             require_whole("--session", self.session, 1, (1 << 63) - 1)
         _require_utf8("the prompt", self.prompt)
         _require_utf8("the system prompt", self.system_prompt)
+        if self.file and self.completion:
+            raise UsageError(
+                "--completion continues a text; --file sends files with a message",
+                hint="give the text on stdin",
+            )
         if self.jsonl is not None:
             for option, given in (
                 ("a prompt", self.prompt is not None),
+                ("--file", bool(self.file)),
                 ("--json", self.json),
                 ("--continue or --session", self.resumes),
             ):

@@ -40,7 +40,12 @@ OWN_VARIABLES = frozenset(
 # What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
 # same models that `rm` deletes.
 _COMMAND_LINE_ONLY = {"help", "version", "yes", "dry-run"}
-_COMMAND_LINE_ONLY_OF = {"rm": {"bits", "leftovers", "sources"}, "show": {"bits"}, "help": {"search"}}
+_COMMAND_LINE_ONLY_OF = {
+    "rm": {"bits", "leftovers", "sources"},
+    "show": {"bits"},
+    "help": {"search"},
+    "run": {"file"},
+}
 # Command aliases share the settings of the command.
 _ALIASES = {"pull": "download", "ls": "list"}
 _MAX_BYTES = 1 << 20
