@@ -128,7 +128,8 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     wanted = (
         "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype file "
         "help hide-thinking json jsonl kv-bits max-tokens min-p no-save no-tune quiet ram raw "
-        "repetition-penalty seed session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
+        "repetition-penalty seed session stats system system-prompt temperature threads top-k top-p tune "
+        "verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
