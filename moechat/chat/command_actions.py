@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moechat.chat.attachments import without_files
 from moechat.chat.chat_options import MODELS_OWN, NAMES, setting_of
 from moechat.chat.commands import help_text, unquoted
 from moechat.chat.conversation import Conversation, title_of, turns_of
@@ -137,6 +138,14 @@ class Commands:
             raise UsageError("there is no question to answer again")
         if not self._session.turn(self._session.conversation.turns[-1].question, replace_last=True):
             self._say("(the previous answer stays)")
+
+    def _edit(self, text: str) -> None:
+        if not self._session.conversation.turns:
+            raise UsageError("there is no question to edit")
+        before = self._session.conversation.turns[-1].question
+        files = before.removesuffix(without_files(before))
+        if not self._session.turn(files + text, replace_last=True):
+            self._say("(the previous question and its answer stay)")
 
     def _undo(self, text: str) -> None:
         turn = self._session.conversation.undo()

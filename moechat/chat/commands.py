@@ -36,6 +36,7 @@ COMMANDS = (
     Command("show", "", "model, device, memory, context, settings"),
     Command("stats", "", "statistics of the last answer"),
     Command("regen", "", "answer the last question again"),
+    Command("edit", "TEXT", "put TEXT in place of the last question, and answer it"),
     Command("undo", "", "take the last question and its answer back"),
     Command("save", "FILE", "write the conversation: .json, or .md for people", files=True),
     Command("load", "FILE", "go on with a conversation from a .json file", files=True),

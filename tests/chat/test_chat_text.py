@@ -301,7 +301,7 @@ def test_names_of_commands_settings_and_models_are_completed(
     def completed(text: str) -> list[str]:
         return [found.text for found in _ChatCompleter().get_completions(Document(text), CompleteEvent())]
 
-    assert completed("/re") == ["regen", "read "]
+    assert completed("/re") == ["regen", "read ", "rename "]
     assert completed("/set tem") == ["temperature "]
     assert completed("/model ") == ["demo", "org/little@0123456789ab"]
     assert completed("/model org") == ["org/little@0123456789ab"]

@@ -1,4 +1,4 @@
-"""Conversations get other titles, and go on in copies."""
+"""Conversations get other titles, go on in copies, and questions are put in other words."""
 
 from __future__ import annotations
 
@@ -45,6 +45,25 @@ def test_a_fork_goes_on_alone_and_leaves_the_original_as_it_is(home: Path) -> No
         copy = sessions.get(2)
     assert [turn.question for turn in copy.turns] == ["first", "third"]
     assert (copy.title, copy.system) == ("first", "be brief")
+
+
+def test_an_edited_question_replaces_the_last_one_and_keeps_its_files(home: Path) -> None:
+    engine = ScriptedEngine([["one"], ["two"], [KeyboardInterrupt()], ["three"]])
+    output = talk(
+        engine,
+        ["/edit early", "first", "/edit the first\nin other words", "/edit never answered", "second"],
+        sessions=sessions_path(),
+        chat={"files": [("a.txt", "milk")]},
+    )
+    file = "a.txt:\n```\nmilk\n```\n\n"
+    edited = user(f"{file}the first\nin other words")
+    assert output.errors == [("there is no question to edit", None)]
+    assert engine.prompts[1] == [edited]
+    assert "(the previous question and its answer stay)" in output.notices
+    assert engine.prompts[3] == [edited, assistant("two"), user("second")]
+    with Sessions(sessions_path()) as sessions:
+        assert [turn.answer for turn in sessions.get(1).turns] == ["two", "three"]
+        assert sessions.get(1).title == "the first in other words"
 
 
 def test_files_from_the_start_go_with_the_first_message_only() -> None:
