@@ -255,7 +255,7 @@ class StateReader:
             return outline(worker)
         return MachineState(
             time.time(),
-            _model(worker, self._about),
+            _model(self._about),
             _loading(worker),
             _answers(worker, rate, engine.decoder.stats.tpot_s),
             _memory(engine, self._about, work),
@@ -281,9 +281,9 @@ def outline(worker: WorkerFacts) -> MachineState:
     )
 
 
-def _model(worker: WorkerFacts, about: Description) -> ModelFacts:
+def _model(about: Description) -> ModelFacts:
     return ModelFacts(
-        worker.loaded,
+        about.name,
         about.model_type,
         about.context_length,
         about.experts_form,

@@ -24,8 +24,10 @@ export function bytes(count) {
 /** A share for people: `97 %`, `99.8 %`. */
 export function percent(share) {
   const value = 100 * share;
-  const digits = (value > 0 && value < 1) || (value > 99 && value < 100) ? 1 : 0;
-  return `${value.toFixed(digits)} %`;
+  // Nearly all is not all, and nearly none is not none.
+  if (value > 99 && value < 100) return `${Math.min(99.9, value).toFixed(1)} %`;
+  if (value > 0 && value < 1) return `${Math.max(0.1, value).toFixed(1)} %`;
+  return `${value.toFixed(0)} %`;
 }
 
 /** A rate with three figures: `0.82`, `12.3`, `147`. */

@@ -68,15 +68,15 @@ export class Machine {
     if (this.#map) this.#drawMap();
     this.#figures(state);
     this.#memory(state);
-    const model = state.model;
-    set(byId("about"), model ? `${model.type}, experts of ${model.experts_form} ${model.held}; ${model.device}` : "");
   }
 
   #drawMap() {
     const map = this.#map;
     this.#view.show(map);
     byId("map").setAttribute("aria-label", mapInWords(map));
-    const legend = PLACES.filter(({ key }) => key !== "cpu" || map.counts.cpu > 0);
+    // Where everything fits, the other places would say nothing.
+    const paged = map.uses.length > 0;
+    const legend = PLACES.filter(({ key }) => map.counts[key] > 0 || (paged && key !== "cpu"));
     rows(byId("legend"), legend, "li", (item, { key, label }) => {
       item.className = key;
       set(item, `${map.counts[key].toLocaleString("en")} ${label}`);
@@ -108,8 +108,8 @@ export class Machine {
   #figures(state) {
     const figures = [];
     const hits = ["last", "all"].map((span) => hitRate(state.hits[span]));
-    if (hits[0] !== null) figures.push(["Experts found, last answer", percent(hits[0])]);
-    if (hits[1] !== null) figures.push(["Experts found, all answers", percent(hits[1])]);
+    if (hits[0] !== null) figures.push(["Hit rate, last answer", percent(hits[0])]);
+    if (hits[1] !== null) figures.push(["Hit rate, all answers", percent(hits[1])]);
     if (state.link) {
       figures.push(["Link busy", percent(state.link.busy)]);
       figures.push(["Fetched on demand", `${bytes(state.link.demand_bytes_per_s)}/s`]);
@@ -117,7 +117,12 @@ export class Machine {
     }
     figures.push(["Answers under way", String(state.answers.running)]);
     figures.push(["Requests waiting", String(state.answers.waiting)]);
-    if (state.model) figures.push(["Context", `${state.model.context.toLocaleString("en")} tokens`]);
+    if (state.model) {
+      const { context, type, experts_form: form, held, device } = state.model;
+      figures.push(["Context", `${context.toLocaleString("en")} tokens`]);
+      figures.push(["Model type", type], ["Weights of experts", form], ["Experts are", held]);
+      figures.push(["Computed on", device === "cpu" ? "the CPU" : `the GPU (${device})`]);
+    }
     rows(byId("figures"), figures.flat(), null, (item, text) => set(item, text));
   }
 

@@ -20,7 +20,9 @@ export function cellSize(rows, columns, width, scale) {
   const cell = Math.min(Math.max(fit, SMALLEST), LARGEST * scale);
   const most = Math.max(SMALLEST + 1, Math.floor((TALLEST * scale) / rows));
   const height = Math.min(Math.max(Math.round(cell * 1.2), Math.round(4 * scale)), most);
-  return { width: cell, height, gap: cell >= 5 * scale ? Math.round(scale) : 0 };
+  // Between small cells a gap would be most of what one sees.
+  const gap = Math.min(cell, height) >= 5 * scale ? Math.round(scale) : 0;
+  return { width: cell, height, gap };
 }
 
 /** A canvas with a map. */
@@ -91,7 +93,7 @@ export class MapView {
         const [x, y] = [column * size.width, row * size.height];
         context.clearRect(x, y, size.width, size.height);
         context.fillStyle = colours.get(text[column]) ?? "transparent";
-        context.fillRect(x, y, size.width - size.gap, size.height - Math.max(size.gap, 1));
+        context.fillRect(x, y, size.width - size.gap, size.height - size.gap);
       }
       this.#drawn[row] = text;
     }

@@ -291,7 +291,7 @@ function emphasisAt(text, at, depth) {
     if (end < 0 || end >= limit) break;
     const closing = runLength(text, end, 4);
     const after = text[end + closing] ?? "";
-    const fits = closing === run || (run === 1 && closing === 3);
+    const fits = closing === run || (run < 3 && closing === 3);
     if (fits && /\S/.test(text[end - 1]) && text[end - 1] !== "\\" && !(mark === "_" && WORD.test(after))) {
       const from = closing - run; // the inner emphasis ends here too
       const inner = inline(text.slice(at + run, end + from), depth + 1);
