@@ -53,7 +53,7 @@ def serve(options: ServeCommand) -> int:
 
     def ready() -> None:
         if not options.quiet:
-            print_notice(f"listening on {server.url}/v1; Ctrl-C ends the server")
+            print_notice(f"listening on {server.url}/v1, page at {server.url}/; Ctrl-C ends the server")
 
     server.run(ready)
     return 0

@@ -19,7 +19,8 @@ Serve a model to other programs, in the protocols of OpenAI and Anthropic.
 Without MODEL, every model of the library can be asked for by name, and is loaded when it is. Only programs \
 of this machine can connect; another --host needs a key. Ctrl-C ends the server.
 
-Addresses: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics.
+Addresses: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, \
+/metrics, /moechat/state, and / for a page with a chat and the machine at work.
 """
 _EXAMPLES = """\
 moechat serve demo
