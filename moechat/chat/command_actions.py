@@ -133,6 +133,13 @@ class Commands:
             raise UsageError("there was no answer yet")
         self._session.status.statistics(self._session.models.engine.stats.to_json())
 
+    def _map(self, text: str) -> None:
+        engine = self._session.models.engine
+        found = engine.expert_map()
+        if found is None:
+            raise UsageError(f"{engine.name} is on another server, which does not tell where its experts are")
+        self._session.status.expert_map(found)
+
     def _regen(self, text: str) -> None:
         if not self._session.conversation.turns:
             raise UsageError("there is no question to answer again")

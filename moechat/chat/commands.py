@@ -35,6 +35,7 @@ COMMANDS = (
     Command("set", "[NAME VALUE]", "settings of answers; VALUE may be 'default'"),
     Command("show", "", "model, device, memory, context, settings"),
     Command("stats", "", "statistics of the last answer"),
+    Command("map", "", "where every expert is: in memory, on its way, or not"),
     Command("regen", "", "answer the last question again"),
     Command("edit", "TEXT", "put TEXT in place of the last question, and answer it"),
     Command("undo", "", "take the last question and its answer back"),

@@ -27,6 +27,9 @@ class StatusOutput(Protocol):
     def statistics(self, statistics: Mapping[str, Any]) -> None:
         """Show the statistics of an answer, the content of ``Stats.to_json()``."""
 
+    def expert_map(self, found: Any) -> None:
+        """Show where every expert is, a :class:`moechat.offload.expert_map.ExpertMap`."""
+
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         """Show a change of plan, the content of ``Replanned.to_json()``."""
 
@@ -67,6 +70,9 @@ class ChatEngine(Protocol):
 
     def describe(self) -> Any:
         """Facts, with ``rows`` for people and ``to_json``."""
+
+    def expert_map(self) -> Any:
+        """Where every expert is, see ``Engine.expert_map``; ``None`` where nothing is known about that."""
 
     def idle(self) -> Any:
         """Use the time before the next message."""

@@ -38,6 +38,7 @@ from moechat.models.assets import load_generation_config, load_tokenizer, stop_t
 from moechat.models.quiet import no_more_warnings
 from moechat.models.sampling import SamplingSettings
 from moechat.offload.accelerator import require_gpu
+from moechat.offload.expert_map import ExpertMap, RecentUse, read_map
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
@@ -253,6 +254,16 @@ class Engine:
         """Facts about the loaded model; ``to_json()`` gives plain values."""
         mapped = self._plans.mapped
         return describe(self.loaded, name=self.name, system=self._system, mapped_by_tuner=mapped)
+
+    def expert_map(self) -> ExpertMap:
+        """Where every expert is, and how often it was used; takes well under a millisecond.
+
+        Raises:
+            RuntimeError: The engine is closed, or this process is a forked one.
+        """
+        store = self.loaded.store
+        layers = tuple(record.layer for record in store.manifest.layers)
+        return read_map(self.loaded.near, layers, store.geometry.num_experts, RecentUse())
 
     def notices(self) -> list[str]:
         """Sentences for the user since the last call, such as files that could not be used or written."""

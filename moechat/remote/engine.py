@@ -160,6 +160,9 @@ class RemoteEngine:
         """Facts about the model."""
         return RemoteDescription(self.name, self.client.base, self._context)
 
+    def expert_map(self) -> None:
+        """Nothing is known about the experts there."""
+
     def idle(self) -> None:
         """Nothing to do."""
 

@@ -233,6 +233,17 @@ def test_show_and_stats_print_model_context_and_statistics() -> None:
     assert output.errors == [("there was no answer yet", None)]
 
 
+def test_map_shows_the_experts_of_models_that_have_a_map() -> None:
+    engine = ScriptedEngine([])
+    output = talk(engine, ["/map"])
+    assert [error[0] for error in output.errors] == [
+        "scripted is on another server, which does not tell where its experts are"
+    ]
+    engine.map = object()
+    output = talk(engine, ["/map"])
+    assert (output.errors, output.maps) == ([], [engine.map])
+
+
 def test_system_is_changed_shown_and_removed() -> None:
     engine = ScriptedEngine([["a"], ["b"]])
     output = talk(engine, ["/system be brief", "one", "/system", '/system ""', "two"])

@@ -14,7 +14,7 @@ import pytest
 from moechat.chat.chat_options import ChatOptions, Generation
 from moechat.chat.repl import Chat
 from moechat.errors import PromptTooLongError
-from moechat.steps import Step
+from moechat.steps import FinishReason, Step
 
 Messages = list[dict[str, str]]
 
@@ -60,6 +60,7 @@ class ScriptedEngine:
         prompt_s: For reading the prompt, in two parts.
         template_end: Text that the chat template adds at the end of a prompt.
         encoded: Number of calls that encode messages or texts.
+        map: Where its experts are.
     """
 
     answers: list[list[str | BaseException]]
@@ -74,9 +75,10 @@ class ScriptedEngine:
     pause_s: float = 0.0
     template_end: str = ""
     has_chat_template: bool = True
-    finish_reason: str = "length"
+    finish_reason: FinishReason = "length"
     encoded: int = 0
     prompt_s: float = 0.0
+    map: Any = None
 
     def encode(self, messages: Messages | str) -> Tokens:
         self.encoded += 1
@@ -100,6 +102,9 @@ class ScriptedEngine:
 
     def idle(self) -> None:
         return None
+
+    def expert_map(self) -> Any:
+        return self.map
 
     def notices(self) -> list[str]:
         return []
@@ -152,6 +157,7 @@ class RecordedOutput:
     notices: list[str] = field(default_factory=list)
     errors: list[tuple[str, str | None]] = field(default_factory=list)
     rows: list[tuple[str, str]] = field(default_factory=list)
+    maps: list[Any] = field(default_factory=list)
 
     def notice(self, message: str) -> None:
         self.notices.append(message)
@@ -167,6 +173,9 @@ class RecordedOutput:
 
     def statistics(self, statistics: Mapping[str, Any]) -> None:
         self.rows.extend((name, str(value)) for name, value in statistics.items())
+
+    def expert_map(self, found: Any) -> None:
+        self.maps.append(found)
 
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         self.notices.append("replanned")

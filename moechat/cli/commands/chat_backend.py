@@ -9,6 +9,7 @@ from moechat.chat.signals import uninterrupted
 from moechat.cli.terminal.answer_stats import print_replanned, print_stats
 from moechat.cli.terminal.consoles import print_error, print_notice, print_rows
 from moechat.cli.terminal.load_progress import format_bytes
+from moechat.cli.terminal.map_of_experts import print_map
 from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class StderrStatus:
     def statistics(self, statistics: Mapping[str, Any]) -> None:
         """Show the statistics of an answer."""
         print_stats(statistics)
+
+    def expert_map(self, found: Any) -> None:
+        """Show where every expert is."""
+        print_map(found)
 
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         """Show a change of plan."""
