@@ -52,7 +52,8 @@ class ExpertMap:
 
     def counts(self) -> dict[str, int]:
         """Number of experts in each place, by the lower-case name of the place."""
-        return {place.name.lower(): sum(row.count(place) for row in self.places) for place in Place}
+        everything = "".join(self.places)
+        return {place.name.lower(): everything.count(place) for place in Place}
 
 
 class RecentUse:
@@ -113,4 +114,5 @@ def read_map(near: ExpertTier | None, layers: tuple[int, ...], experts: int, rec
 
 
 def _rows(codes: npt.NDArray[np.uint8]) -> tuple[str, ...]:
-    return tuple(row.tobytes().decode("ascii") for row in codes)
+    text, width = codes.tobytes().decode("ascii"), codes.shape[1]
+    return tuple(text[start : start + width] for start in range(0, len(text), width))

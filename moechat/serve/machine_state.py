@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Seconds over which rates are means.
 _WINDOW_S = 2.0
+# Seconds between two looks at the size of the process, which take as long as all else here.
+_RESIDENT_EVERY_S = 1.0
 
 
 class WorkerFacts(Protocol):
@@ -235,6 +237,7 @@ class StateReader:
         self._watcher: Watcher | None = None
         self._about: Description | None = None
         self._samples: deque[_Sample] = deque()
+        self._resident_bytes, self._resident_due = 0, 0.0
 
     def read(self, worker: WorkerFacts) -> MachineState:
         """The state now; a fraction of a millisecond."""
@@ -258,12 +261,18 @@ class StateReader:
             _model(self._about),
             _loading(worker),
             _answers(worker, rate, engine.decoder.stats.tpot_s),
-            _memory(engine, self._about, work),
+            _memory(engine, self._about, work, self._resident()),
             {"last": _rates(_last_hits(engine)), "all": _rates(self._counters.hits())},
             _link(before, sample),
             _more(engine, self._about, work),
             StateMap(work.map.layers, work.map.places, work.map.uses, work.map.counts()),
         )
+
+    def _resident(self) -> int:
+        now = time.monotonic()
+        if now >= self._resident_due:
+            self._resident_bytes, self._resident_due = resident_bytes(), now + _RESIDENT_EVERY_S
+        return self._resident_bytes
 
 
 def outline(worker: WorkerFacts) -> MachineState:
@@ -316,11 +325,9 @@ def _answers(worker: WorkerFacts, rate: float = 0.0, seconds_a_token: float = 0.
     return Answers(worker.active, worker.waiting, rate, last, done, total)
 
 
-def _memory(engine: Engine, about: Description, work: AtWork) -> Memory:
+def _memory(engine: Engine, about: Description, work: AtWork, resident: int) -> Memory:
     parts = tuple(MemoryPart(part.name, part.nbytes, part.basis) for part in engine.loaded.plan.parts)
-    return Memory(
-        about.memory_budget_bytes, about.memory_budget_given, parts, work.used_bytes, resident_bytes()
-    )
+    return Memory(about.memory_budget_bytes, about.memory_budget_given, parts, work.used_bytes, resident)
 
 
 def _last_hits(engine: Engine) -> Mapping[str, int]:
