@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from moechat.offload.expert_map import ExpertMap
 
-# For each place, in the order of the legend: title, color, and character where there are no colors. The colors
-# are Okabe and Ito's, which people tell apart who do not see all colors.
+# For each place, in the order of the legend: title, color, and character where there are no colors. The
+# colors are Okabe and Ito's, which people tell apart who do not see all colors.
 _LOOKS = {
     "m": ("in memory", "#0072b2", "#"),
     "p": ("partly in memory", "#56b4e9", "+"),
