@@ -48,6 +48,8 @@ from moechat.validation import known_keywords, require_callable, require_model, 
 
 _DEFAULT_THREADS = _native.num_threads()
 _MOST_SEED = (1 << 63) - 1
+# Readers of JSON that know no integers lose digits of larger numbers.
+_DRAWN_SEED_BITS = 53
 _MOST_TOKENS = 1 << 62
 _TUNE_SECONDS = 5.0
 
@@ -510,7 +512,7 @@ class Engine:
         room = self.context_length - ids.shape[1]
         shipped = getattr(self._generation_config, "max_new_tokens", None)
         limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
-        draw_seed = secrets.randbits(63) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
+        draw_seed = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
         return self.decoder.answer_in_turns(
             ids,
             AnswerSettings(

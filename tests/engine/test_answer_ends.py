@@ -235,3 +235,14 @@ def test_logits_that_are_not_finite_are_an_error_with_a_grammar_too(demo: Engine
     broken = torch.full((demo.decoder.vocabulary,), torch.nan)
     with pytest.raises(MoechatError, match="not finite"):
         Sampler(SamplingSettings(), 0).draw(torch.tensor([[1]]), broken, grammar.forbidden())
+
+
+def test_drawn_seeds_are_exact_in_every_reader_of_json(demo: Engine) -> None:
+    seeds = set()
+    for _ in range(20):
+        answer(demo, count=1)
+        seeds.add(demo.stats.seed)
+    assert len(seeds) == 20
+    assert all(seed == int(float(seed)) for seed in seeds)
+    answer(demo, count=1, seed=(1 << 63) - 1)
+    assert demo.stats.seed == (1 << 63) - 1
