@@ -18,6 +18,8 @@ import httpx
 import pytest
 from serve_support import PATIENCE_S, ServerProcess, serving, sse_events
 
+# The demo ends its answers with these tokens.
+ENDLESS = {"0": -100, "4": -100}
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
@@ -97,7 +99,7 @@ def test_nothing_is_computed_for_a_client_that_has_left(small: ServerProcess, st
     small.wait_idle()
     cancelled = small.metric("answers_cancelled_total")
     tokens = small.metric("output_tokens_total")
-    endless = body(stream=stream, max_tokens=1000, logit_bias={"0": -100})
+    endless = body(stream=stream, max_tokens=1000, logit_bias=ENDLESS)
     with small.client() as client:
         if stream:
             with client.stream("POST", "/v1/chat/completions", json=endless) as response:
@@ -115,7 +117,7 @@ def test_nothing_is_computed_for_a_client_that_has_left(small: ServerProcess, st
 def test_a_client_that_leaves_the_queue_is_forgotten(small: ServerProcess) -> None:
     small.wait_idle()
     with small.client() as client, ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(text_of, client, max_tokens=250, logit_bias={"0": -100}) for _ in range(2)]
+        long = [pool.submit(text_of, client, max_tokens=250, logit_bias=ENDLESS) for _ in range(2)]
         while small.metric("answers_running") < 2:
             time.sleep(0.01)
         with pytest.raises(httpx.ReadTimeout):
@@ -209,7 +211,7 @@ def test_a_signal_ends_answers_and_server_soon(tmp_path: Path, number: int) -> N
             assert process.poll() is None
             time.sleep(0.05)
         url = log.read_text().partition("listening on ")[2].partition("/v1")[0]
-        endless = body(stream=True, max_tokens=1000, logit_bias={"0": -100})
+        endless = body(stream=True, max_tokens=1000, logit_bias=ENDLESS)
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=endless, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             next(lines)
