@@ -221,6 +221,8 @@ class Worker:
             return
         try:
             self._require_model(self._loader.resolve(wanted))
+        except ServerClosingError:
+            return  # whoever closes the server knows why
         except Exception as error:
             self._on_load_failed(error)
         finally:
@@ -287,6 +289,8 @@ class Worker:
             try:
                 step = next(answer.steps)
             except _GivenUp:
+                if self._closing:
+                    return  # all answers are told so
                 self._counters.cancelled()
                 self._end(answer)
             except Exception as error:

@@ -229,3 +229,30 @@ def test_a_signal_ends_answers_and_server_soon(tmp_path: Path, number: int) -> N
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_signal_while_the_model_loads_ends_the_server_with_its_status(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moechat", "serve", "demo", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        assert "listening on" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, rest
+    assert "error" not in rest
+
+
+def test_a_client_whose_prompt_is_read_is_told_that_the_server_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moechat", "serve", "demo", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().partition("listening on ")[2].partition("/v1")[0]
+        assert "is ready" in process.stderr.readline()
+        long = body(stream=True, messages=[{"role": "user", "content": "word " * 900}])
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            next(lines)  # the prompt was accepted
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"

@@ -14,6 +14,7 @@ export class MessageList {
   #scroll;
   #actions;
   #follows = true;
+  #open = true;
 
   constructor(list, scroll, actions) {
     this.#list = list;
@@ -29,8 +30,10 @@ export class MessageList {
    *
    * @param {Array<object>} messages Of the conversation.
    * @param {boolean} busy The last answer is under way.
+   * @param {boolean} open The last messages may be changed.
    */
-  show(messages, busy) {
+  show(messages, busy, open) {
+    this.#open = open;
     this.#list.replaceChildren(...messages.map((message) => this.#element(message)));
     this.#follows = true;
     this.refresh(messages, busy);
@@ -45,9 +48,10 @@ export class MessageList {
       if (at === last) this.#fill(element, message, working);
       const actions = element.querySelector(".actions");
       actions.hidden = working;
+      actions.firstChild.hidden = !message.content; // nothing to copy
       for (const button of actions.querySelectorAll("[data-last]")) {
         // The last question is before the last answer.
-        button.hidden = busy || at < last - 1;
+        button.hidden = busy || !this.#open || at < last - 1;
       }
     });
     if (this.#follows) this.#scroll.scrollTop = this.#scroll.scrollHeight;

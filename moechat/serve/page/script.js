@@ -67,11 +67,11 @@ function settings() {
 
 function show() {
   const busy = running !== null;
-  byId("empty").hidden = conversation.messages.length > 0;
+  byId("empty").hidden = conversation.messages.length > 0 || taken !== null;
   byId("send").hidden = busy;
   byId("stop").hidden = !busy;
   byId("editing").hidden = taken === null;
-  list.show(conversation.messages, busy);
+  list.show(conversation.messages, busy, taken === null);
 }
 
 async function answerTo(answer) {
@@ -146,12 +146,14 @@ function send() {
   answerTo(conversation.ask(text));
 }
 
+// While a message is edited, those before it are as they will be once it is sent.
+
 function again() {
-  if (!running && conversation.messages.length) answerTo(conversation.again());
+  if (!running && !taken && conversation.messages.length) answerTo(conversation.again());
 }
 
 function edit() {
-  if (running || !conversation.messages.length) return;
+  if (running || taken || !conversation.messages.length) return;
   const messages = [...conversation.messages];
   taken = { messages, draft: prompt.value };
   prompt.value = conversation.takeBack();
