@@ -512,7 +512,9 @@ class Engine:
         room = self.context_length - ids.shape[1]
         shipped = getattr(self._generation_config, "max_new_tokens", None)
         limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
-        draw_seed = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
+        draw_seed = (
+            secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
+        )
         return self.decoder.answer_in_turns(
             ids,
             AnswerSettings(
