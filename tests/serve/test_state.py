@@ -27,7 +27,7 @@ LONG = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "stream": True,
     "max_tokens": 1000,
-    "logit_bias": {"0": -100},
+    "logit_bias": {"0": -100, "4": -100},
 }
 
 
