@@ -17,6 +17,7 @@ from moechat.cli.commands.plan_arguments import PlanCommand, ProfileCommand
 from moechat.cli.commands.replay_arguments import SimulateCommand, TraceCommand
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.serve_arguments import ServeCommand
+from moechat.cli.commands.servers import register_servers
 from moechat.cli.commands.sessions_arguments import sessions_app
 from moechat.cli.completion.shell import VARIABLE as COMPLETE_VARIABLE
 from moechat.cli.completion.shell import answer_shell, install_completion, show_completion
@@ -239,6 +240,7 @@ def _doctor(json: Annotated[bool, flag("Print JSON.", "--json")] = False) -> Act
     return action
 
 
+register_servers(_commands)
 register_library(_commands)
 register_help(_commands)
 for _registered in _commands.registered_commands:

@@ -38,6 +38,7 @@ def serve(options: ServeCommand) -> int:
         logging.getLogger("moechat.serve").setLevel(logging.INFO)
     import_engine()
     from moechat.serve.offered_models import OfferedModels
+    from moechat.serve.registry import registered
     from moechat.serve.server import Server
 
     load = {**options.load_options.given}
@@ -55,7 +56,8 @@ def serve(options: ServeCommand) -> int:
         if not options.quiet:
             print_notice(f"listening on {server.url}/v1, page at {server.url}/; Ctrl-C ends the server")
 
-    server.run(ready)
+    with registered(server.url, options.model):
+        server.run(ready)
     return 0
 
 
