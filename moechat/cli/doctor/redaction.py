@@ -116,7 +116,7 @@ def is_secret(variable: str, options: Collection[str]) -> bool:
         variable: Its name.
         options: Names of variables that set our options.
     """
-    if variable in OWN_VARIABLES:
+    if variable in OWN_VARIABLES and not _SECRET_NAME.search(variable):
         return False
     if variable in options:
         # MOECHAT_MAX_TOKENS is a number, but a system prompt may contain anything.
