@@ -124,17 +124,18 @@ def test_version_prints_the_version_of_the_package(cli: Cli) -> None:
 
 def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
-    offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
+    # Descriptions name options too, with a colon behind them.
+    offered = {word.rstrip(":,") for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype file "
-        "help hide-thinking json jsonl kv-bits max-tokens min-p no-save no-tune quiet ram raw "
-        "repetition-penalty seed session stats system system-prompt temperature threads top-k top-p tune "
-        "verbose vram yes"
+        "activation-bits bits completion concurrency continue ctx dense-bits deterministic device dry-run "
+        "dtype file grammar help hide-thinking json jsonl kv-bits logprobs max-tokens min-p no-save no-tune "
+        "quiet ram raw remote repetition-penalty schema seed session stats stop system system-prompt "
+        "temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
 
-COMMANDS = "run bench plan profile simulate trace count doctor download list show rm sessions"
+COMMANDS = "run serve ps stop bench plan profile simulate trace count doctor download list show rm sessions"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split()])
