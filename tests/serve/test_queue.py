@@ -204,7 +204,11 @@ def test_a_signal_ends_answers_and_server_soon(tmp_path: Path, number: int) -> N
     log = tmp_path / "log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moechat", "serve", "demo", "--port", "0"], stderr=file, cwd=tmp_path
+            [sys.executable, "-m", "moechat", "serve", "demo", "--port", "0"],
+            stderr=file,
+            cwd=tmp_path,
+            # A parent may have it ignored, as nohup does.
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )
     try:
         while b"is ready" not in log.read_bytes():

@@ -7,19 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serve_support import PATIENCE_S, ServerProcess, serving
 
-from moechat.errors import MoechatError, NotAllowedError, OfflineError, PromptTooLongError, UsageError
-from moechat.remote.client import RemoteClient, RemoteError
 from moechat.remote.engine import RemoteEngine
 
 STORY = "Tell me a story about a fox."
@@ -211,158 +205,3 @@ def test_an_unknown_model_is_named(demo: ServerProcess) -> None:
     done = run("gpt-9", "hi", "--remote", demo.url)
     assert done.returncode == 3
     assert "demo" in done.stderr
-
-
-Handler = Any
-
-
-@contextmanager
-def answering(answer: Handler) -> Iterator[str]:
-    """A server that answers POST requests in some way, and lists one model."""
-
-    class Server(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        count = 0
-
-        def do_GET(self) -> None:
-            self.reply(200, json.dumps({"data": [{"id": "m", "max_model_len": 100}]}).encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            type(self).count += 1
-            answer(self, type(self).count)
-
-        def reply(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {"content-type": kind, "content-length": str(len(body)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def sse(*events: Any, done: bool = True) -> bytes:
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-    return "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
-
-
-def delta(reason: str | None = None, **fields: str) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
-
-
-def answer_of(url: str) -> str:
-    engine = RemoteEngine(url)
-    try:
-        return "".join(step.text for step in engine.generate([{"role": "user", "content": "x"}]))
-    finally:
-        engine.close()
-
-
-def test_a_busy_server_is_asked_again() -> None:
-    def answer(server: Any, count: int) -> None:
-        if count < 3:
-            server.reply(429 if count == 1 else 503, b"{}", **{"retry-after": "0"})
-        else:
-            server.reply(200, sse(delta(content="a"), delta("stop")), "text/event-stream")
-
-    with answering(answer) as url:
-        assert answer_of(url) == "a"
-
-
-def test_the_forms_of_other_servers_are_understood() -> None:
-    def vllm(server: Any, count: int) -> None:
-        events = [
-            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
-            delta(reasoning="hm"),
-            delta(content="a"),
-            {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}]},
-            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}},
-        ]
-        server.reply(200, b": ping\n\n" + sse(*events), "text/event-stream; charset=utf-8")
-
-    with answering(vllm) as url:
-        engine = RemoteEngine(url)
-        assert engine.context_length == 100
-        steps = list(engine.generate([{"role": "user", "content": "x"}]))
-        assert "".join(step.text for step in steps) == "<think>hm</think>a"
-        assert (steps[-1].finish_reason, steps[-1].stop) == ("stop", "END")
-        assert engine.stats.prompt_tokens == 7
-
-    def whole(server: Any, count: int) -> None:  # a server that cannot stream
-        message = {"role": "assistant", "content": "b"}
-        server.reply(200, json.dumps({"choices": [{"message": message, "finish_reason": "length"}]}).encode())
-
-    with answering(whole) as url:
-        assert answer_of(url) == "b"
-
-
-BROKEN: list[tuple[int, bytes, str, type[MoechatError], str]] = [
-    (200, b"<html>", "text/html", RemoteError, "JSON"),
-    (200, b"[]", "application/json", RemoteError, "object"),
-    (200, b"data: {\n\n", "text/event-stream", RemoteError, "JSON"),
-    (200, sse(delta(content="a")), "text/event-stream", RemoteError, "without a reason"),
-    (200, sse({"error": {"message": "out of memory"}}), "text/event-stream", RemoteError, "out of memory"),
-    (
-        400,
-        b'{"error": {"message": "too long", "code": "context_length_exceeded"}}',
-        "application/json",
-        PromptTooLongError,
-        "too long",
-    ),
-    (
-        400,
-        b'{"message": "This model\'s maximum context length is 9", "type": "BadRequestError"}',
-        "application/json",
-        PromptTooLongError,
-        "9",
-    ),
-    (400, b'{"error": "what?"}', "application/json", UsageError, "what"),
-    (422, b"\xff", "text/plain", UsageError, "422"),
-    (401, b"{}", "application/json", NotAllowedError, "401"),
-    (302, b"", "text/plain", RemoteError, "302"),
-]
-
-
-@pytest.mark.parametrize(("status", "body", "kind", "error", "fact"), BROKEN)
-def test_broken_answers_are_clear_errors(
-    status: int, body: bytes, kind: str, error: type[MoechatError], fact: str
-) -> None:
-    with (
-        answering(lambda server, _count: server.reply(status, body, kind)) as url,
-        pytest.raises(error, match=fact),
-    ):
-        answer_of(url)
-
-
-def test_a_connection_that_breaks_is_a_clear_error() -> None:
-    def answer(server: Any, count: int) -> None:
-        server.send_response(200)
-        server.send_header("content-type", "text/event-stream")
-        server.send_header("content-length", "100000")
-        server.end_headers()
-        server.wfile.write(sse(delta(content="a"), done=False))
-        server.close_connection = True
-
-    with answering(answer) as url:
-        engine = RemoteEngine(url)
-        steps = engine.generate([{"role": "user", "content": "x"}])
-        assert next(steps).text == "a"
-        with pytest.raises(RemoteError, match="broke"):
-            next(steps)
-
-
-def test_a_server_that_cannot_be_reached_is_offline() -> None:
-    with pytest.raises(OfflineError, match="cannot be reached"):
-        RemoteClient("127.0.0.1:9", attempts=1).get("/models")
