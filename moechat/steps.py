@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 FinishReason = Literal["stop", "length"]
 # The token of a step whose server does not tell it.
 NO_TOKEN = -1
+# Likeliest tokens that a step may have; as many as OpenAI's API allows to ask for.
+MOST_LOGPROBS = 20
 
 
 class TokenLogprob(NamedTuple):

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from moechat.chat.interfaces import ChatEngine
     from moechat.steps import Step
 
-# Last tokens of a prompt, enough for the end of any chat template.
-_PROMPT_END_TOKENS = 8
-
 
 @dataclass
 class Reply:
@@ -127,5 +124,4 @@ class Reply:
 
 def thought_end(engine: ChatEngine, prompt: Sequence[int]) -> str:
     """The mark that ends the thought that the chat template opened at the prompt's end; empty for none."""
-    end = prompt[-_PROMPT_END_TOKENS:]
-    return reply_thinking.thought_end("".join(engine.token_text(token) for token in end))
+    return reply_thinking.thought_end(reply_thinking.prompt_end(prompt, engine.token_text))

@@ -16,8 +16,6 @@ from moechat.models.text import TextStream
 from moechat.steps import FinishReason, Step, TokenLogprob
 from moechat.validation import require_number, require_whole, shown
 
-# As many as OpenAI's API allows to ask for.
-MOST_LOGPROBS = 20
 _MOST_STOPS, _LONGEST_STOP = 64, 4096
 _MOST_BIAS = 100.0
 
@@ -45,21 +43,25 @@ class AnswerSettings:
     constraint: Constraint | None = None
 
 
-def stop_texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
+def stop_texts(value: object, name: str = "stop") -> tuple[str, ...]:
     """Texts that end an answer.
+
+    Args:
+        value: A text, a list of texts, or ``None``.
+        name: For messages.
 
     Raises:
         UsageError: One is empty, too long or no text, or there are too many.
     """
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
-        raise UsageError(f"stop is {shown(value)}; it must be a text or a list of texts")
+        raise UsageError(f"{name} is {shown(value)}; it must be a text or a list of texts")
     if len(texts) > _MOST_STOPS:
-        raise UsageError(f"stop has {len(texts)} texts; there may be at most {_MOST_STOPS}")
+        raise UsageError(f"{name} has {len(texts)} texts; there may be at most {_MOST_STOPS}")
     for text in texts:
         if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_STOP:
             raise UsageError(
-                f"stop contains {shown(text)}; it must be a text of 1 to {_LONGEST_STOP} characters"
+                f"{name} contains {shown(text)}; it must be a text of 1 to {_LONGEST_STOP} characters"
             )
     return tuple(texts)
 

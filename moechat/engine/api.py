@@ -22,7 +22,7 @@ import torch
 
 from moechat import _native
 from moechat.config import active_isa
-from moechat.engine.answer import MOST_LOGPROBS, AnswerSettings, stop_texts, token_bias
+from moechat.engine.answer import AnswerSettings, stop_texts, token_bias
 from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
 from moechat.engine.grammar import Grammar
@@ -42,7 +42,7 @@ from moechat.offload.expert_map import ExpertMap, RecentUse, read_map
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
-from moechat.steps import Step
+from moechat.steps import MOST_LOGPROBS, Step
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_model, require_whole
 
@@ -352,7 +352,8 @@ class Engine:
             template_options: Values for the template, such as ``{"enable_thinking": False}``.
 
         Raises:
-            UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+            UsageError: The model has no tokenizer or no chat template, the prompt is empty, or a message is
+                malformed.
             PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
                 minutes and gigabytes, and could not be interrupted.
         """

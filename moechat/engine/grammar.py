@@ -97,11 +97,14 @@ class GrammarCompiler:
         tokenizer: A transformers tokenizer, or ``None``.
         vocabulary: Rows of the embedding.
         stop_tokens: Token ids that end an answer.
+
+    Attributes:
+        vocabulary: Rows of the embedding.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_tokens: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._stop_tokens = stop_tokens
 
     def begin(self, grammar: Grammar) -> Constraint:
@@ -111,11 +114,6 @@ class GrammarCompiler:
             UsageError: It is malformed or too large, or the model's tokenizer cannot be used with grammars.
         """
         matcher = _llguidance().LLMatcher(self.tokens, grammar.rules, log_level=0)
-        if not matcher.is_error():
-            trial = matcher.deep_copy()
-            trial.compute_bitmask()
-            if trial.is_error():  # nothing at all follows such rules, as with {"$ref": "#"}
-                raise UsageError(f"{grammar.title} allows no answer", hint="check its references to itself")
         if matcher.is_error():
             hint = (
                 _LARK_GUIDE
@@ -123,6 +121,10 @@ class GrammarCompiler:
                 else "parts of it that are not supported can be left out"
             )
             raise UsageError(f"{grammar.title} cannot be used: {one_line(matcher.get_error())}", hint=hint)
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():  # nothing at all follows such rules, as with {"$ref": "#"}
+            raise UsageError(f"{grammar.title} allows no answer", hint="check its references to itself")
         return Constraint(matcher, self, grammar.after)
 
     def token_bytes(self, token: int) -> bytes:
@@ -150,11 +152,6 @@ class GrammarCompiler:
     def threads(self) -> ThreadPoolExecutor:
         """Computes masks."""
         return ThreadPoolExecutor(1, thread_name_prefix="moechat-grammar")
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding."""
-        return self._vocabulary
 
     def text(self, token: int) -> str:
         """One token as text, special ones too."""

@@ -65,19 +65,7 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a text, or of chat messages through the model's chat template.
-
-        Args:
-            prompt: The text or the messages.
-            tools: Descriptions of tools for the template, in OpenAI's form.
-            template_options: Values for the template, such as ``enable_thinking``.
-
-        Raises:
-            UsageError: The model has no tokenizer or no chat template, the prompt is empty, or a message is
-                malformed.
-            PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
-                minutes and gigabytes, and could not be interrupted.
-        """
+        """Tokens of a text, or of chat messages; see :meth:`Engine.encode`."""
         _require_prompt(prompt)
         if self.tokenizer is None:
             raise UsageError(

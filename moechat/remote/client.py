@@ -94,7 +94,7 @@ class RemoteClient:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send a JSON object; returns the events of the answer, without the last ``[DONE]``.
 
-        Closing the iterator closes the connection, by which servers notice that nobody listens.
+        Closing the iterator closes the connection, and the server then stops the answer.
 
         Raises:
             MoechatError: As for :meth:`get`, also in the middle.

@@ -42,11 +42,10 @@ class RemoteStats:
     tpot_s: float = 0.0
     busy_s: float = 0.0
     seed: int = 0
-    pages: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {name: value for name, value in vars(self).items() if name != "pages"}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,6 @@ class RemoteEngine:
     """
 
     has_chat_template = True
-    tuning = None
 
     def __init__(self, url: str, model: str = DEFAULT_MODEL) -> None:
         self.client = RemoteClient(url)

@@ -8,7 +8,7 @@ places: an answer may contain ``<think>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moechat.reply_formats.events import Event, Text
@@ -16,6 +16,7 @@ from moechat.reply_formats.formats import ANY_THINKING
 from moechat.reply_formats.notations import ReplyFormat
 from moechat.reply_formats.parser import ReplyParser
 
+_PROMPT_END_TOKENS = 8
 _FINAL_CHANNEL = "<|channel|>final<|message|>"
 
 
@@ -55,6 +56,16 @@ class ThoughtSplitter:
     def flush(self) -> list[Part]:
         """The held text, at the end of the output."""
         return _parts(self._parser.end())
+
+
+def prompt_end(tokens: Sequence[int], token_text: Callable[[int], str]) -> str:
+    """The text of a prompt's last tokens: enough for the end of any chat template.
+
+    Args:
+        tokens: The prompt.
+        token_text: The text of one token, special ones too.
+    """
+    return "".join(map(token_text, tokens[-_PROMPT_END_TOKENS:]))
 
 
 def opens_thought(prompt_end: str, format: ReplyFormat = ANY_THINKING) -> bool:

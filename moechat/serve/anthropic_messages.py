@@ -15,7 +15,7 @@ from moechat.serve.blocks import Block, Blocks, Change
 from moechat.serve.conversation import Choice, Conversation
 from moechat.serve.fields import Fields
 from moechat.serve.identifiers import new_id
-from moechat.serve.replies import Piece, Reply, Waiting
+from moechat.serve.replies import Reply, Waiting
 from moechat.serve.sampling_fields import max_tokens, sampling_options, stops
 
 _REFUSED = {
@@ -91,10 +91,7 @@ class MessageAnswer:
         Raises:
             Exception: The computation failed.
         """
-        async for piece in self._reply.pieces():
-            if isinstance(piece, Piece):
-                self._blocks.feed(piece.events)
-        self._blocks.end()
+        await self._blocks.follow(self._reply)
         return {
             **self._message(),
             "content": [_content(block) for block in self._blocks.all],

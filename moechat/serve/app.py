@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from moechat import __version__
 from moechat.errors import MoechatError
+from moechat.serve import sse
 from moechat.serve.anthropic_messages import MessageAnswer, MessageRequest
 from moechat.serve.api_errors import ApiError, api_error
 from moechat.serve.conversation import Conversation
@@ -35,7 +36,6 @@ from moechat.serve.state_feed import StateFeed
 from moechat.serve.worker import Worker
 
 _R = TypeVar("_R")
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Answer(Protocol):
@@ -133,6 +133,10 @@ class Service:
             {"id": name, "object": "model", "created": int(self._started), "owned_by": "moechat"}
             for name in await asyncio.to_thread(self._names)
         ]
+        engine = self._worker.engine
+        for card in cards:
+            if engine is not None and card["id"] == engine.name:
+                card["context_length"] = engine.context_length
         wanted = request.path_params.get("name")
         if wanted is None:
             return JSONResponse({"object": "list", "data": cards})
@@ -230,7 +234,7 @@ class _Stream(StreamingResponse):
     """A stream of events; however it ends, nothing more is computed."""
 
     def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        super().__init__(events, media_type="text/event-stream", headers=sse.HEADERS)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

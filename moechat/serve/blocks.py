@@ -8,6 +8,7 @@ from typing import Literal
 
 from moechat.reply_formats import CallArguments, CallBegin, CallBroken, CallEnd, Event, Text
 from moechat.serve.identifiers import new_id
+from moechat.serve.replies import Piece, Reply
 
 Kind = Literal["thinking", "text", "call"]
 
@@ -86,6 +87,17 @@ class Blocks:
                 self._close(changes)
                 self._add(changes, "text", event.source)
         return changes
+
+    async def follow(self, reply: Reply) -> None:
+        """Add all of a reply.
+
+        Raises:
+            Exception: The computation failed.
+        """
+        async for piece in reply.pieces():
+            if isinstance(piece, Piece):
+                self.feed(piece.events)
+        self.end()
 
     def end(self) -> list[Change]:
         """The reply is complete."""

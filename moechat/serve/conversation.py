@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from moechat import Engine
 
 Choice = Literal["auto", "none", "required"]
-_PROMPT_END_TOKENS = 8
 
 
 @dataclass
@@ -37,9 +36,9 @@ class Conversation:
         options: Keyword arguments of ``Engine.generate``.
         tools: Tools that the model may call.
         choice: Whether it must call one.
-        named: The tool that it must call; empty: any.
+        named: The tool that it must call, with the choice ``required``; empty: any.
         parallel: It may call several.
-        schema: JSON schema of the answer; empty: any JSON object; ``None``: free text.
+        schema: JSON schema of the answer; ``None``: free text.
         template_options: Values for the chat template.
         format: How the model writes; known once the prompt is encoded.
     """
@@ -75,7 +74,7 @@ class Conversation:
 
     @property
     def _must_call(self) -> bool:
-        return bool(self.offered) and (self.choice == "required" or bool(self.named))
+        return bool(self.offered) and self.choice == "required"
 
     def _encode(self, engine: Engine) -> list[int]:
         prompts = engine.prompts
@@ -88,11 +87,9 @@ class Conversation:
                 hint="take another model, or leave tools out",
             )
         messages = to_template_messages(self.messages, chat_template=template, format=self.format)
-        ids = engine.encode(messages, tools=tools or None, template_options=self.template_options)
-        self._end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
-        return ids
+        return engine.encode(messages, tools=tools or None, template_options=self.template_options)
 
-    def _grammar(self, engine: Engine) -> Grammar:
+    def _grammar(self, engine: Engine, prompt_end: str) -> Grammar:
         if self._must_call:
             tokenizer = engine.prompts.tokenizer
             rules = call_grammar(
@@ -101,11 +98,8 @@ class Conversation:
                 self.named or None,
                 self.parallel,
                 tokens=grammar_tokens(tokenizer.added_tokens_encoder, tokenizer.all_special_tokens),
-                thinking=opens_thought(self._end, self.format),
+                thinking=opens_thought(prompt_end, self.format),
             )
             return Grammar.lark(rules)
-        return Grammar.json_schema(
-            self.schema or {"type": "object"}, after=answer_begin(self._end, self.format)
-        )
-
-    _end: str = ""
+        assert self.schema is not None
+        return Grammar.json_schema(self.schema, after=answer_begin(prompt_end, self.format))

@@ -88,8 +88,8 @@ class Job:
     Attributes:
         model: The name that the client gave; empty for the model that is loaded, or the first one.
         encode: Makes the token ids of the prompt; called in the thread that computes.
-        options: Keyword arguments of ``Engine.generate_in_turns``; the grammar may be a function, called in
-            that thread.
+        options: Keyword arguments of ``Engine.generate_in_turns``; the grammar may be a function of
+            the engine and the end of the prompt, called in that thread.
         counts_only: Only the number of tokens of the prompt is wanted: there is one event.
         arrived: On ``time.monotonic``'s clock.
     """

@@ -15,7 +15,8 @@ from moechat.serve.conversation import Choice, Conversation
 from moechat.serve.fields import Fields
 from moechat.serve.identifiers import FINGERPRINT, new_id
 from moechat.serve.replies import Piece, Reply, Waiting
-from moechat.serve.sampling_fields import MOST_LOGPROBS, max_tokens, sampling_options
+from moechat.serve.sampling_fields import max_tokens, sampling_options
+from moechat.steps import MOST_LOGPROBS
 
 # Known to clients, and impossible here.
 _REFUSED = {
@@ -25,6 +26,7 @@ _REFUSED = {
     "prediction": "answers are computed token by token",
     "web_search_options": "models have no access to the network",
 }
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -272,7 +274,7 @@ def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:
 
 
 def response_schema(fields: Fields) -> Mapping[str, Any] | None:
-    """The schema of ``response_format``; empty for any object, ``None`` for text.
+    """The schema of ``response_format``; ``None`` for text.
 
     Raises:
         ApiError: It is malformed.
@@ -286,7 +288,7 @@ def response_schema(fields: Fields) -> Mapping[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {}
+        return ANY_OBJECT
     inner = wanted.inner("json_schema")
     schema = None if inner is None else inner.inner("schema")
     if schema is None:

@@ -67,7 +67,7 @@ class CompletionRequest:
             options["logprobs"] = logprobs
         schema = response_schema(fields)
         if schema is not None:
-            options["grammar"] = Grammar.json_schema(schema or {"type": "object"})
+            options["grammar"] = Grammar.json_schema(schema)
         prompt = _prompt(fields)
         echo = fields.flag("echo")
         if echo and not isinstance(prompt, str):

@@ -14,8 +14,8 @@ from moechat.serve.blocks import Block, Blocks, Change
 from moechat.serve.conversation import Choice, Conversation
 from moechat.serve.fields import Fields
 from moechat.serve.identifiers import new_id
-from moechat.serve.openai_chat import EFFORTS, effort_options
-from moechat.serve.replies import Piece, Reply, Waiting
+from moechat.serve.openai_chat import ANY_OBJECT, EFFORTS, effort_options
+from moechat.serve.replies import Reply, Waiting
 from moechat.serve.responses_input import chat_messages, chat_tools
 from moechat.serve.sampling_fields import max_tokens, sampling_options
 
@@ -109,10 +109,7 @@ class ResponseAnswer:
         Raises:
             Exception: The computation failed.
         """
-        async for piece in self._reply.pieces():
-            if isinstance(piece, Piece):
-                self._blocks.feed(piece.events)
-        self._blocks.end()
+        await self._blocks.follow(self._reply)
         return self._response(self._status)
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -250,7 +247,7 @@ def _schema(fields: Fields) -> Any:
         return None
     kind = wanted.choice("type", ("text", "json_object", "json_schema"))
     if kind == "json_object":
-        return {}
+        return ANY_OBJECT
     if kind != "json_schema":
         return None
     schema = wanted.inner("schema")

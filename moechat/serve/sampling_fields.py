@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from moechat.engine.answer import stop_texts
+from moechat.errors import UsageError
+from moechat.serve.api_errors import api_error
 from moechat.serve.fields import Fields
 
 _MOST_SEED = (1 << 63) - 1
 _MOST_TOKENS = 1 << 24
-_MOST_STOPS = 64
-MOST_LOGPROBS = 20
 
 
 def sampling_options(fields: Fields) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def sampling_options(fields: Fields) -> dict[str, Any]:
         "repetition_penalty": _above_zero(fields, "repetition_penalty", 10),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "logit_bias": _bias(fields),
+        "logit_bias": fields.values.get("logit_bias"),  # checked where the vocabulary is known
         "seed": None if seed is None else seed & _MOST_SEED,
         "stop": stops(fields, "stop"),
     }
@@ -42,19 +43,10 @@ def max_tokens(fields: Fields, *names: str) -> int | None:
 
 def stops(fields: Fields, name: str) -> tuple[str, ...] | None:
     """A text, or a list of texts, that end the answer."""
-    value = fields.values.get(name)
-    if value is None or value == []:
-        return None
-    texts = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(texts, list)
-        or len(texts) > _MOST_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= 4096 for text in texts)
-    ):
-        raise fields.error(
-            name, f"{name} must be a text or a list of at most {_MOST_STOPS} texts, none empty"
-        )
-    return tuple(texts)
+    try:
+        return stop_texts(fields.values.get(name), name) or None
+    except UsageError as error:
+        raise api_error(error, name) from None
 
 
 def _above_zero(fields: Fields, name: str, most: float) -> float | None:
@@ -68,13 +60,3 @@ def _top_k(fields: Fields) -> int | None:
     # -1 turns it off in vLLM and SGLang.
     value = fields.whole("top_k", -1, _MOST_TOKENS)
     return None if value is None else max(0, value)
-
-
-def _bias(fields: Fields) -> dict[str, float] | None:
-    given = fields.inner("logit_bias")
-    if given is None or not given.values:
-        return None
-    for name in given.values:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise fields.error("logit_bias", "logit_bias must have token ids as keys")
-    return {name: number for name in given.values if (number := given.number(name, -100, 100)) is not None}

@@ -73,7 +73,7 @@ class Server:
         self.settings = settings
         self._first = first
         self._counters = Counters()
-        self._load_error: Exception | None = None
+        self._error: Exception | None = None
         self._signal: int | None = None
         self._feed = StateFeed(StateReader(self._counters))
         self.worker = Worker(
@@ -82,7 +82,7 @@ class Server:
             queue=settings.queue,
             keep_alive_s=settings.keep_alive_s,
             counters=self._counters,
-            on_load_failed=self._on_load_failed,
+            on_failed=self._on_failed,
             on_pause=self._feed.on_pause,
         )
         self._feed.attach(self.worker, self.worker.wake)
@@ -117,7 +117,7 @@ class Server:
             ready: Called when requests are accepted; the model may still load.
 
         Raises:
-            MoechatError: The first model cannot be loaded.
+            Exception: The first model cannot be loaded, or the thread that computes has failed.
             BaseException: What the handler of the signal raises that ended the server: for Ctrl-C
                 KeyboardInterrupt. A second signal acts at once.
         """
@@ -134,8 +134,8 @@ class Server:
                 signal.signal(number, handler)
             self._socket.close()
             self.worker.close()
-        if self._load_error is not None:
-            raise self._load_error
+        if self._error is not None:
+            raise self._error
         if self._signal is not None:
             signal.raise_signal(self._signal)
 
@@ -164,8 +164,8 @@ class Server:
         await asyncio.to_thread(self.worker.close, _GRACE_S)
         await serving
 
-    def _on_load_failed(self, error: Exception) -> None:
-        self._load_error = error
+    def _on_failed(self, error: Exception) -> None:
+        self._error = error
         self._uvicorn.should_exit = True
 
 

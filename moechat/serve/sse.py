@@ -18,4 +18,5 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"

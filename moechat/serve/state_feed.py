@@ -24,7 +24,6 @@ _FRESH_S = 1.0
 _PATIENCE_S = 1.0
 # Seconds between signs of life in a stream that has nothing to send.
 _SIGN_OF_LIFE_S = 10.0
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class _Listener:
@@ -196,7 +195,7 @@ class _Following(StreamingResponse):
     """A stream that tells when it ends, however that happens."""
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        super().__init__(events, media_type="text/event-stream", headers=sse.HEADERS)
         self._events = events
         self._ended = ended
 

@@ -13,17 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moechat.errors import DeviceLostError, StoreDamagedError
+from moechat.reply_formats.thinking import prompt_end
 from moechat.serve.counters import Counters
 from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerBusyError, ServerClosingError
 
 if TYPE_CHECKING:
     from moechat import Engine, Step
 
-# Tokens at the end of a prompt that tell whether a chat template opened a thought.
-_PROMPT_END_TOKENS = 8
 # Seconds between two calls of Engine.idle while nothing is asked.
 _IDLE_S = 1.0
 
@@ -54,12 +53,11 @@ class _GivenUp(BaseException):
     """Ends an answer inside a pass whose client has left, as Ctrl-C would."""
 
 
-class _Answer:
+class _Answer(NamedTuple):
     """One answer under way."""
 
-    def __init__(self, job: Job, steps: Generator[Step | None, None, None]) -> None:
-        self.job = job
-        self.steps = steps
+    job: Job
+    steps: Generator[Step | None, None, None]
 
 
 class Worker:
@@ -71,7 +69,8 @@ class Worker:
         queue: Most requests that wait.
         keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
         counters: For ``/metrics``.
-        on_load_failed: Called in the thread when the model of :meth:`start` cannot be loaded.
+        on_failed: Called in the thread when the model of :meth:`start` cannot be loaded, or an error ends the
+            thread.
         on_pause: Called in the thread between tokens and parts of prompts, while a model is loaded, and about
             once a second without work: the engine may be looked at then. Returns the seconds after which it
             wants to be called again though there is no work; ``None``: at the next occasion.
@@ -86,7 +85,7 @@ class Worker:
         loading: What is loaded now, and its share, for ``/health``; ``None``: nothing.
     """
 
-    # _waiting, _closing, _wanted and _woken are guarded by _changed. All else of the model is the thread's
+    # _waiting, _closing and _woken are guarded by _changed. All else of the model is the thread's
     # own; `loaded`, `loading`, `active`, `drawn` and `prompt` are single values that others may read.
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Worker:
         queue: int,
         keep_alive_s: float | None,
         counters: Counters,
-        on_load_failed: Callable[[Exception], None],
+        on_failed: Callable[[Exception], None],
         on_pause: Callable[[Worker], float | None] = lambda _: None,
     ) -> None:
         self.loaded = ""
@@ -111,12 +110,12 @@ class Worker:
         self._most_waiting = queue
         self._keep_alive_s = keep_alive_s
         self._counters = counters
-        self._on_load_failed = on_load_failed
+        self._on_failed = on_failed
         self._on_pause = on_pause
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._closing = False
-        self._wanted: str | None = None
+        self._first: str | None = None
         self._woken = False
         self._pause_s: float | None = None
         self._engine: Engine | None = None
@@ -127,7 +126,7 @@ class Worker:
 
     def start(self, model: str | None = None) -> None:
         """Start the thread, and load a model at once."""
-        self._wanted, self.starting = model, model is not None
+        self._first, self.starting = model, model is not None
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -160,12 +159,6 @@ class Worker:
         """The model; for reading statistics only."""
         return self._engine
 
-    def unload(self) -> None:
-        """Unload the model as soon as nothing is answered."""
-        with self._changed:
-            self._wanted = ""
-            self._changed.notify()
-
     def wake(self) -> None:
         """Call ``on_pause`` soon, also if there is no work."""
         with self._changed:
@@ -189,42 +182,36 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self._load_first()
             while not self._closing:
-                self._load_wanted()
                 self._admit()
                 self._pause_s = self._on_pause(self)
                 if self._answers:
                     self._advance_all()
                 else:
                     self._rest()
+        except Exception as error:  # a server without its thread must not go on
+            self._on_failed(error)
         finally:
             with self._changed:
                 self._closing = True
                 left, self._waiting = list(self._waiting), deque()
             reason = ServerClosingError("the server is shutting down")
-            for answer in self._answers:
+            for answer in list(self._answers):
                 self._end(answer, reason)
             for job in left:
                 job.tell(Failed(reason))
-            self._answers = []
             self._unload()
 
-    def _load_wanted(self) -> None:
-        """Load or unload what was asked for without a request."""
-        with self._changed:
-            wanted = self._wanted
-            if wanted is None or (wanted == "" and self._answers):
-                return
-            self._wanted = None
-        if wanted == "":
-            self._unload()
+    def _load_first(self) -> None:
+        if self._first is None:
             return
         try:
-            self._require_model(self._loader.resolve(wanted))
+            self._require_model(self._loader.resolve(self._first))
         except ServerClosingError:
             return  # whoever closes the server knows why
         except Exception as error:
-            self._on_load_failed(error)
+            self._on_failed(error)
         finally:
             self.starting = False
 
@@ -256,14 +243,14 @@ class Worker:
 
     def _begin(self, job: Job, engine: Engine) -> None:
         ids = job.encode(engine)
-        end = "".join(engine.token_text(token) for token in ids[-_PROMPT_END_TOKENS:])
+        end = prompt_end(ids, engine.token_text)
         begun = Begun(engine.name, len(ids), end, engine.token_text, engine.token_bytes)
         if job.counts_only:
             job.tell(begun)
             return
         options = dict(job.options)
         if callable(options.get("grammar")):
-            options["grammar"] = options["grammar"](engine)
+            options["grammar"] = options["grammar"](engine, end)
 
         def progress(done: int, total: int) -> None:
             if job.cancelled or self._closing:
@@ -339,7 +326,7 @@ class Worker:
         if engine is not None:
             engine.idle()
         with self._changed:
-            if self._closing or self._waiting or self._woken or self._wanted is not None:
+            if self._closing or self._waiting or self._woken:
                 self._woken = False
                 return
             pauses = (None if engine is None else _IDLE_S, self._pause_s)
@@ -378,8 +365,3 @@ class Worker:
         engine, self._engine, self.loaded = self._engine, None, ""
         if engine is not None:
             engine.close()
-
-
-def notes_of(engine: Any) -> list[str]:
-    """Sentences of the engine for the person who runs the server."""
-    return list(engine.notices())

@@ -260,3 +260,30 @@ def test_a_client_whose_prompt_is_read_is_told_that_the_server_ends(tmp_path: Pa
             rest = [line for line in lines if line.startswith("data: ")]
         assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"
+
+
+def test_all_answers_under_way_are_told_that_the_server_ends(tmp_path: Path) -> None:
+    with serving(tmp_path, "demo", "--parallel", "3") as server:
+        endless = body(stream=True, max_tokens=1000, logit_bias=ENDLESS)
+        begun = threading.Barrier(4)
+
+        def follow() -> str:
+            with server.client().stream("POST", "/v1/chat/completions", json=endless) as response:
+                lines = response.iter_lines()
+                for _ in range(6):  # the role, and a token
+                    next(lines)
+                begun.wait(PATIENCE_S)
+                return [line for line in lines if line.startswith("data: ")][-1]
+
+        with ThreadPoolExecutor(3) as pool:
+            last = [pool.submit(follow) for _ in range(3)]
+            begun.wait(PATIENCE_S)
+            server.may_end = True
+            server.process.terminate()
+            found = [json.loads(future.result(PATIENCE_S)[6:]) for future in last]
+        assert [one["error"]["code"] for one in found] == ["shutting_down"] * 3
+
+
+def test_the_model_in_memory_tells_its_context(small: ServerProcess) -> None:
+    with small.client() as client:
+        assert [card["context_length"] for card in client.get("/v1/models").json()["data"]] == [1024]

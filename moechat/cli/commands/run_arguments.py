@@ -13,9 +13,9 @@ from moechat.cli.options import PlaceOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
 from moechat.options import as_flag
+from moechat.steps import MOST_LOGPROBS
 from moechat.validation import require_whole
 
-MOST_LOGPROBS = 20
 _HELP = """\
 Chat with a model; with a prompt or piped stdin: one answer, then exit.
 
