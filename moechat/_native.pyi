@@ -2008,8 +2008,12 @@ def rows16_product(
 ) -> DenseProduct:
     """A dense layer computed by :func:`rows16_forward`."""
 
+MOST_STEP_TOKENS: int
+"""Most tokens of a :class:`LayerStep`."""
+
 class LayerStep:
-    """Computes a decoder layer for one token, up to its experts; bitwise equal to calling its parts in turn.
+    """Computes a decoder layer, up to its experts, for one token or for one of each of several attention
+    caches; bitwise equal to calling its parts in turn.
 
     Args:
         type: Element type of hidden states and KV cache.
@@ -2093,6 +2097,41 @@ class LayerStep:
     ) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [hidden]."""
 
+    def route_each(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+        x: int,
+        index: int,
+        weights: int,
+    ) -> None:
+        """Compute as :meth:`route` a token of each of several attention caches; weights are read once.
+
+        Args:
+            hidden: [tokens, hidden].
+            cos: [tokens, angles].
+            sin: [tokens, angles].
+            places: Of each token: ``keys``, ``key_head``, ``values``, ``value_head``, ``held`` and ``packed``
+                of :meth:`route`; at most :data:`MOST_STEP_TOKENS`.
+            residual: [tokens, hidden], written.
+            x: float32 [tokens, hidden], written.
+            index: int64 [tokens, chosen], written.
+            weights: float32 [tokens, chosen], written.
+        """
+    def normalise_each(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+        normed: int,
+    ) -> None:
+        """Compute as :meth:`route_each` a step without a router; writes ``normed`` [tokens, hidden]."""
+
     def measure(self, on: bool) -> None:
         """Begin to add up the times of the parts, from 0, or end it."""
 
@@ -2101,8 +2140,8 @@ class LayerStep:
         appending keys and values), ``attention`` and ``router``; empty while it is not measured.
         """
 
-    def add(self, x: int, residual: int) -> None:
-        """Add ``x``, float32 [hidden], rounded to the element type, to ``residual``."""
+    def add(self, x: int, residual: int, tokens: int = 1) -> None:
+        """Add ``x``, float32 [tokens, hidden], rounded to the element type, to ``residual``."""
 
 def rotate(
     type: str,

@@ -66,6 +66,16 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return self.keys, self.values
         return unpack_like(self.keys, key_states), unpack_like(self.values, value_states)
 
+    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
+        """Whether :meth:`append_place` would append a token; the arguments are the same."""
+        if self._reserved is None or self.keys is None:
+            return False
+        keys, values = self._reserved
+        capacity = keys.shape[-2]
+        shape = (1, kv_heads, capacity, row_bytes(dim) if self.packed else dim)
+        fits = keys.shape == shape == values.shape and self.dtype is dtype
+        return fits and self.keys.shape[-2] < capacity
+
     def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
         """Append one token whose keys and values the caller writes.
 
@@ -78,15 +88,12 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             ``None``, without appending, before the first :meth:`update`, for another shape or type than
             there, or if the reserved memory is full.
         """
-        reserved = self._reserved
-        if reserved is None or self.keys is None:
+        if not self.takes_token(kv_heads, dim, dtype):
             return None
-        keys, values = reserved
+        assert self._reserved is not None
+        keys, values = self._reserved
         capacity, held = keys.shape[-2], self.keys.shape[-2]
         row = row_bytes(dim) if self.packed else dim
-        shape = (1, kv_heads, capacity, row)
-        if held >= capacity or keys.shape != shape or values.shape != shape or self.dtype is not dtype:
-            return None
         self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
         head = capacity * row
         return keys.data_ptr(), head, values.data_ptr(), head, held, self.packed
@@ -196,16 +203,21 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._show()
         return seen[0], seen[1]
 
+    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
+        """Whether :meth:`append_place` would append a token."""
+        if self._reserved is None or self._records_past():
+            return False
+        keys, values = self._reserved
+        shape = (1, kv_heads, self._capacity, row_bytes(dim) if self.packed else dim)
+        return keys.shape == shape == values.shape and self.dtype is dtype
+
     def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
         """As :meth:`ReservedLayer.append_place`, for the tokens of the window."""
-        reserved = self._reserved
-        if reserved is None or self._records_past():
+        if not self.takes_token(kv_heads, dim, dtype):
             return None
-        keys, values = reserved
+        assert self._reserved is not None
+        keys, values = self._reserved
         row = row_bytes(dim) if self.packed else dim
-        shape = (1, kv_heads, self._capacity, row)
-        if keys.shape != shape or values.shape != shape or self.dtype is not dtype:
-            return None
         first, held = self._append(1)
         at, head = (first - held) * row * keys.itemsize, self._capacity * row
         return keys.data_ptr() + at, head, values.data_ptr() + at, head, held, self.packed

@@ -378,8 +378,8 @@ void steps_of_a_layer() {
       const auto hidden = random_values(own, kHidden);
       std::vector<float> residual(kHidden), x(kHidden), weights(kChosen);
       std::vector<std::int64_t> index(kChosen);
-      layer_step(step, {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(),
-                        kCapacity * kDim, kCapacity * kDim, held, false, residual.data(), x.data(),
+      const CachePlace place{keys.data(), kCapacity * kDim, values.data(), kCapacity * kDim, held, false};
+      layer_step(step, {1, hidden.data(), angles.data(), angles.data(), &place, residual.data(), x.data(),
                         index.data(), weights.data(), nullptr});
       add_rounded(step.type, x.data(), kHidden, residual.data());
       ++operations;
@@ -388,9 +388,54 @@ void steps_of_a_layer() {
     }
     return all;
   };
+  // The same sequences side by side, each a token behind the one before, so that their caches differ in
+  // length.
+  const auto decode_together = [&](unsigned sequences) {
+    struct Sequence {
+      std::mt19937 own;
+      std::vector<float> keys, values, all;
+    };
+    std::vector<Sequence> each;
+    for (unsigned seed = 0; seed < sequences; ++seed) {
+      const std::vector<float> empty(kKvHeads * kCapacity * kDim);
+      each.push_back({std::mt19937(seed), empty, empty, {}});
+    }
+    for (std::int64_t round = 0; round < kCapacity + sequences - 1; ++round) {
+      std::vector<unsigned> running;
+      std::vector<CachePlace> places;
+      std::vector<float> hidden, turns;
+      for (unsigned s = 0; s < sequences; ++s) {
+        const std::int64_t held = round - s;
+        if (held < 0 || held >= kCapacity) continue;
+        running.push_back(s);
+        places.push_back(
+            {each[s].keys.data(), kCapacity * kDim, each[s].values.data(), kCapacity * kDim, held, false});
+        const auto next = random_values(each[s].own, kHidden);
+        hidden.insert(hidden.end(), next.begin(), next.end());
+        turns.insert(turns.end(), angles.begin(), angles.end());
+      }
+      const std::size_t tokens = running.size();
+      std::vector<float> residual(tokens * kHidden), x(tokens * kHidden), weights(tokens * kChosen);
+      std::vector<std::int64_t> index(tokens * kChosen);
+      layer_step(step, {static_cast<std::int64_t>(tokens), hidden.data(), turns.data(), turns.data(),
+                        places.data(), residual.data(), x.data(), index.data(), weights.data(), nullptr});
+      add_rounded(step.type, x.data(), static_cast<std::int64_t>(tokens) * kHidden, residual.data());
+      for (std::size_t t = 0; t < tokens; ++t) {
+        auto& all = each[running[t]].all;
+        all.insert(all.end(), &residual[t * kHidden], &residual[t * kHidden] + kHidden);
+        all.insert(all.end(), &weights[t * kChosen], &weights[t * kChosen] + kChosen);
+      }
+    }
+    std::vector<std::vector<float>> found;
+    for (Sequence& sequence : each) found.push_back(std::move(sequence.all));
+    return found;
+  };
   ThreadPool::set_num_threads(1);
   std::vector<std::vector<float>> expected;
   for (unsigned seed = 0; seed < 4; ++seed) expected.push_back(decode(seed));
+  EXPECT(decode_together(4) == expected);
+  ThreadPool::set_num_threads(3);
+  EXPECT(decode_together(4) == expected);
   ThreadPool::set_num_threads(3);
   std::vector<std::thread> callers;
   for (unsigned seed = 0; seed < 4; ++seed) {

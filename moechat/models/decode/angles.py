@@ -18,7 +18,8 @@ from moechat.models.decode.probe import ELEMENTS, close, probing
 from moechat.models.threads import one_thread
 
 _POSITIONS = 256  # per table
-_TABLES = 2  # kept at a time
+# Kept at a time: those of answers that are decoded together, each at a position of its own.
+_TABLES = 20
 # Kinds whose frequencies do not depend on the length of the context.
 _STEADY = frozenset({"default", "linear", "llama3", "yarn"})
 

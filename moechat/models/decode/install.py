@@ -20,6 +20,7 @@ from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.probe import probing
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
+from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
 
 _MISSING = object()
@@ -38,6 +39,7 @@ class NativeModules:
         layers: Decoder layers whose step, up to their experts, is one native call.
         whole: Whether a pass of one token skips transformers' code between the layers too.
         attention: Whether native attention is installed.
+        together: Passes of a token for each of several attention caches, where ``whole``.
     """
 
     norms: list[str] = field(default_factory=list)
@@ -48,10 +50,12 @@ class NativeModules:
     layers: list[str] = field(default_factory=list)
     attention: bool = False
     whole: bool = False
+    together: TogetherPass | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Restore transformers' own computation."""
+        self.together = None
         while self._undo:
             self._undo.pop()()
 
@@ -126,7 +130,8 @@ def _install_layers(done: NativeModules, model: Any) -> None:
             done.layers.append(name)
     whole = recognise_model(model)
     if whole is not None:
-        done.replace(model, whole)
+        forward, done.together = whole
+        done.replace(model, forward)
         done.whole = True
 
 

@@ -21,6 +21,7 @@ from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layers import NativeStep, uses_only
 from moechat.models.decode.probe import probing
+from moechat.models.decode.together import TogetherPass
 
 # Modules of transformers' wrappers around the forward of models.
 _WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
@@ -49,13 +50,16 @@ _PROBE_TOKENS = 3
 Forward = Callable[..., Any]
 
 
-def recognise_model(model: Any) -> Forward | None:
-    """A ``forward`` for a model whose layers all have native steps; ``None`` if it is not recognised.
+def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
+    """A ``forward`` for a model whose layers all have native steps, and passes for several caches.
 
-    The result computes passes of one token behind a cache, and leaves all others to the model's own.
+    The first computes passes of one token behind a cache, and leaves all others to the model's own.
 
     Args:
         model: A causal language model of transformers, on the CPU.
+
+    Returns:
+        ``None`` if the model is not recognised.
     """
     base = getattr(model, "model", None)
     if base is None or "forward" in vars(model) or "forward" in vars(base) or model.training:
@@ -82,7 +86,10 @@ def recognise_model(model: Any) -> Forward | None:
         return None
     if not _agrees(model, pairs[:_PROBE_LAYERS], slots[:_PROBE_LAYERS]):
         return None
-    return _with(model.forward, _decode(model, pairs, slots))
+    together = TogetherPass(
+        model, pairs, _supports(model, pairs, slots), lambda tokens: _trial_cache(model, slots, tokens)
+    )
+    return _with(model.forward, _decode(model, pairs, slots)), together
 
 
 def _with(own: Forward, decode: Forward) -> Forward:
@@ -105,6 +112,39 @@ def _slots(config: Any, layers: int) -> list[tuple[type, ...]]:
     return [(ReservedLayer, WindowLayer) if kind == "full_attention" else (WindowLayer,) for kind in kinds]
 
 
+def _supports(
+    model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]
+) -> Callable[[Any], bool]:
+    """Whether native steps take a token for an attention cache, and no module has a hook, now."""
+    base = model.model
+    modules = (model, base, base.embed_tokens, base.rotary_emb, base.norm, model.lm_head)
+    hooks = tuple(
+        found
+        for module in (*modules, *(layer for layer, _ in pairs))
+        for found in (module._forward_pre_hooks, module._forward_hooks)
+    ) + tuple(found for _, step in pairs for found in step.parts.hooks())
+
+    def supports(cache: Any) -> bool:
+        return (
+            type(cache) is DynamicCache
+            and len(cache.layers) == len(pairs)
+            and all(type(slot) in allowed for slot, allowed in zip(cache.layers, slots, strict=True))
+            and not any(hooks)
+        )
+
+    return supports
+
+
+def _trial_cache(model: Any, slots: list[tuple[type, ...]], tokens: int) -> DynamicCache:
+    """A cache for so many tokens, with layers of the types that native steps take."""
+    cache = DynamicCache()
+    cache.layers = [
+        ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(model.config.sliding_window, 1)
+        for allowed in slots
+    ]
+    return cache
+
+
 def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> Forward:
     """A function of token ids and named arguments; its result is ``None``, without any change, if it does not
     support the pass.
@@ -112,24 +152,17 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
     base, head = model.model, model.lm_head
     embed, angles_of, norm = base.embed_tokens, base.rotary_emb, base.norm
     first = pairs[0][1]
-    hooks = tuple(
-        found
-        for module in (model, base, embed, angles_of, norm, head, *(layer for layer, _ in pairs))
-        for found in (module._forward_pre_hooks, module._forward_hooks)
-    ) + tuple(found for _, step in pairs for found in step.parts.hooks())
+    takes_cache = _supports(model, pairs, slots)
 
     def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
         return (
-            type(cache) is DynamicCache
-            and len(cache.layers) == len(pairs)
-            and all(type(slot) in allowed for slot, allowed in zip(cache.layers, slots, strict=True))
-            and isinstance(input_ids, torch.Tensor)
+            isinstance(input_ids, torch.Tensor)
             and input_ids.shape == (1, 1)
             and input_ids.is_cpu
             and _ARGUMENTS.issuperset(named)
             and named.get("use_cache") is True
             and type(named.get("logits_to_keep", 0)) is int
-            and not any(hooks)
+            and takes_cache(cache)
         )
 
     def decode(input_ids: Any, named: dict[str, Any]) -> Any:
@@ -156,14 +189,7 @@ def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
     vocabulary = model.get_input_embeddings().num_embeddings
     results: list[list[torch.Tensor]] = [[], []]
     with stub_experts(model), _layers(model.model, [layer for layer, _ in pairs]), probing() as generator:
-        caches = [DynamicCache(), DynamicCache()]
-        for cache in caches:
-            cache.layers = [
-                ReservedLayer(_PROBE_TOKENS)
-                if ReservedLayer in allowed
-                else WindowLayer(model.config.sliding_window, 1)
-                for allowed in slots
-            ]
+        caches = [_trial_cache(model, slots, _PROBE_TOKENS) for _ in range(2)]
         for ids in torch.randint(vocabulary, (_PROBE_TOKENS, 1, 1), generator=generator):
             try:
                 theirs = model.forward(ids, past_key_values=caches[0], use_cache=True)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -60,6 +61,18 @@ Product rows16_product(const py::array& weights, bool is_fp16, const std::option
   return product;
 }
 
+// As CachePlace.
+using Place = std::tuple<Address, std::int64_t, Address, std::int64_t, std::int64_t, bool>;
+
+std::vector<CachePlace> cache_places(const std::vector<Place>& places) {
+  std::vector<CachePlace> found;
+  found.reserve(places.size());
+  for (const auto& [keys, key_head, values, value_head, held, packed] : places) {
+    found.push_back({at(keys), key_head, at(values), value_head, held, packed});
+  }
+  return found;
+}
+
 // A step and the products that it uses.
 struct Step {
   LayerStep task;
@@ -67,23 +80,39 @@ struct Step {
   std::shared_ptr<StepTimes> times;  // where task.times points, while measured
 
   void call(const LayerStepCall& own) const {
-    if (own.held < 0) refuse("held is negative");
+    if (task.routes != (own.normed == nullptr)) {
+      refuse(task.routes ? "this step has a router" : "this step has no router");
+    }
+    for (std::int64_t token = 0; token < own.tokens; ++token) {
+      if (own.places[token].held < 0) refuse("held is negative");
+    }
     const ReleaseGil released;
     layer_step(task, own);
   }
   void route(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head, Address values,
              std::int64_t value_head, std::int64_t held, bool packed, Address residual, Address x,
              Address index, Address weights) const {
-    if (!task.routes) refuse("this step has no router");
-    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, packed,
-          at(residual), at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
+    const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
+    call({1, at(hidden), at(cos), at(sin), &place, at(residual), at<float>(x), at<std::int64_t>(index),
+          at<float>(weights), nullptr});
   }
   void normalise(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head,
                  Address values, std::int64_t value_head, std::int64_t held, bool packed, Address residual,
                  Address normed) const {
-    if (task.routes) refuse("this step has a router");
-    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, packed,
-          at(residual), nullptr, nullptr, nullptr, at(normed)});
+    const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
+    call({1, at(hidden), at(cos), at(sin), &place, at(residual), nullptr, nullptr, nullptr, at(normed)});
+  }
+  void route_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
+                  Address residual, Address x, Address index, Address weights) const {
+    const auto found = cache_places(places);
+    call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
+          at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
+  }
+  void normalise_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
+                      Address residual, Address normed) const {
+    const auto found = cache_places(places);
+    call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
+          nullptr, nullptr, nullptr, at(normed)});
   }
   void measure(bool on) {
     times = on ? std::make_shared<StepTimes>() : nullptr;
@@ -100,8 +129,8 @@ struct Step {
     found["router"] = static_cast<double>(times->router) * kNanosecond;
     return found;
   }
-  void add(Address x, Address residual) const {
-    add_rounded(task.type, at<const float>(x), task.hidden, at(residual));
+  void add(Address x, Address residual, std::int64_t tokens) const {
+    add_rounded(task.type, at<const float>(x), tokens * task.hidden, at(residual));
   }
 };
 
@@ -157,7 +186,12 @@ void bind_layer_step(py::module_& m) {
            py::arg("residual"), py::arg("normed"))
       .def("measure", &Step::measure, py::arg("on"))
       .def("seconds", &Step::seconds)
-      .def("add", &Step::add, py::arg("x"), py::arg("residual"));
+      .def("route_each", &Step::route_each, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
+           py::arg("places"), py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"))
+      .def("normalise_each", &Step::normalise_each, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
+           py::arg("places"), py::arg("residual"), py::arg("normed"))
+      .def("add", &Step::add, py::arg("x"), py::arg("residual"), py::arg("tokens") = 1);
+  m.attr("MOST_STEP_TOKENS") = kMostStepTokens;
 }
 
 }  // namespace moechat

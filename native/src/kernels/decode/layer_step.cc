@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dense/rows16.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/threads/spin.h"
 
@@ -40,13 +39,13 @@ class Arena {
   unsigned char* next_;
 };
 
-void multiply(const StepProduct& product, const float* x, float* out) {
+void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out) {
   if (product.packed) {
     LinearCall call{};
     call.layout = &product.layout;
     call.data = static_cast<const unsigned char*>(product.weights);
     call.x = x;
-    call.tokens = 1;
+    call.tokens = tokens;
     call.bias = product.bias;
     call.out = out;
     call.activation_bits = product.activation_bits;
@@ -59,7 +58,7 @@ void multiply(const StepProduct& product, const float* x, float* out) {
   call.cols = product.cols;
   call.fp16 = product.fp16;
   call.x = x;
-  call.tokens = 1;
+  call.tokens = tokens;
   call.bias = product.bias;
   call.out = out;
   rows16_forward(call);
@@ -116,38 +115,49 @@ void check_layer_step(const LayerStep& step) {
 }
 
 void layer_step(const LayerStep& step, const LayerStepCall& call) {
+  if (call.tokens < 1 || call.tokens > kMostStepTokens) {
+    throw std::invalid_argument("a layer's step takes 1 to " + std::to_string(kMostStepTokens) +
+                                " tokens, not " + std::to_string(call.tokens));
+  }
   Clock clock(step.times);
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = step.type;
   const AttendTask& shape = step.attention;
+  const std::int64_t tokens = call.tokens;
   const std::int64_t size = element_bytes(type);
   const std::int64_t heads = shape.kv_heads * shape.group;
+  // Elements of a token.
   const std::int64_t query_cols = heads * shape.key_dim;
   const std::int64_t key_cols = shape.kv_heads * shape.key_dim;
   const std::int64_t value_cols = shape.kv_heads * shape.value_dim;
   const std::int64_t mixed_cols = heads * shape.value_dim;
-  const std::int64_t experts = step.routes ? step.routing.experts : 0;
-  const std::int64_t chosen = step.routes ? step.rule.chosen : 0;
-  const std::int64_t widest = step.hidden > mixed_cols ? step.hidden : mixed_cols;
+  // Elements of all tokens.
+  const std::int64_t hidden = tokens * step.hidden;
+  const std::int64_t queries = tokens * query_cols;
+  const std::int64_t keys = tokens * key_cols;
+  const std::int64_t values = tokens * value_cols;
+  const std::int64_t mixes = tokens * mixed_cols;
+  const std::int64_t experts = step.routes ? tokens * step.routing.experts : 0;
+  const std::int64_t chosen = step.routes ? tokens * step.rule.chosen : 0;
+  const std::int64_t widest = hidden > mixes ? hidden : mixes;
 
-  Arena arena(Arena::bytes_of(step.hidden * size) + Arena::bytes_of(widest * 4) +
-              Arena::bytes_of(query_cols * 4) + Arena::bytes_of(key_cols * 4) +
-              Arena::bytes_of(value_cols * 4) + Arena::bytes_of(step.hidden * 4) +
-              2 * (Arena::bytes_of(query_cols * size) + Arena::bytes_of(key_cols * size)) +
-              Arena::bytes_of(value_cols * size) + Arena::bytes_of(mixed_cols * size) +
-              Arena::bytes_of(experts * 4) + Arena::bytes_of(chosen * 4));
-  void* rows = arena.take(step.hidden * size);
+  Arena arena(Arena::bytes_of(hidden * size) + Arena::bytes_of(widest * 4) + Arena::bytes_of(queries * 4) +
+              Arena::bytes_of(keys * 4) + Arena::bytes_of(values * 4) + Arena::bytes_of(hidden * 4) +
+              2 * (Arena::bytes_of(queries * size) + Arena::bytes_of(keys * size)) +
+              Arena::bytes_of(values * size) + Arena::bytes_of(mixes * size) + Arena::bytes_of(experts * 4) +
+              Arena::bytes_of(chosen * 4));
+  void* rows = arena.take(hidden * size);
   auto* wide = arena.take<float>(widest * 4);
-  auto* query_sums = arena.take<float>(query_cols * 4);
-  auto* key_sums = arena.take<float>(key_cols * 4);
-  auto* value_sums = arena.take<float>(value_cols * 4);
-  auto* output_sums = arena.take<float>(step.hidden * 4);
-  void* query = arena.take(query_cols * size);
-  void* turned_query = arena.take(query_cols * size);
-  void* key = arena.take(key_cols * size);
-  void* turned_key = arena.take(key_cols * size);
-  void* value = arena.take(value_cols * size);
-  void* mixed = arena.take(mixed_cols * size);
+  auto* query_sums = arena.take<float>(queries * 4);
+  auto* key_sums = arena.take<float>(keys * 4);
+  auto* value_sums = arena.take<float>(values * 4);
+  auto* output_sums = arena.take<float>(hidden * 4);
+  void* query = arena.take(queries * size);
+  auto* turned_query = arena.take<unsigned char>(queries * size);
+  void* key = arena.take(keys * size);
+  auto* turned_key = arena.take<unsigned char>(keys * size);
+  auto* value = arena.take<unsigned char>(values * size);
+  auto* mixed = arena.take<unsigned char>(mixes * size);
   void* logits = arena.take(experts * 4);
   void* narrow_weights = arena.take(chosen * 4);
 
@@ -157,26 +167,26 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     task.out = out;
     rms_norm(task, elements / norm.cols);
   };
-  normalise(step.before, call.hidden, rows, step.hidden);
-  kernel.widen(type, rows, step.hidden, wide);
+  normalise(step.before, call.hidden, rows, hidden);
+  kernel.widen(type, rows, hidden, wide);
   clock.add(&StepTimes::norms);
-  multiply(step.query, wide, query_sums);
-  multiply(step.key, wide, key_sums);
-  multiply(step.value, wide, value_sums);
-  kernel.narrow(type, query_sums, query_cols, query);
-  kernel.narrow(type, key_sums, key_cols, key);
-  kernel.narrow(type, value_sums, value_cols, value);
+  multiply(step.query, wide, tokens, query_sums);
+  multiply(step.key, wide, tokens, key_sums);
+  multiply(step.value, wide, tokens, value_sums);
+  kernel.narrow(type, query_sums, queries, query);
+  kernel.narrow(type, key_sums, keys, key);
+  kernel.narrow(type, value_sums, values, value);
   clock.add(&StepTimes::projections);
   if (step.norms_heads) {
     // A norm may overwrite its input, because it sums a row before it writes any element of it.
-    normalise(step.query_norm, query, query, query_cols);
-    normalise(step.key_norm, key, key, key_cols);
+    normalise(step.query_norm, query, query, queries);
+    normalise(step.key_norm, key, key, keys);
   }
 
   clock.add(&StepTimes::norms);
   RotateTask turn{};
   turn.type = type;
-  turn.tokens = 1;
+  turn.tokens = tokens;
   turn.dim = shape.key_dim;
   turn.head_stride = shape.key_dim;
   turn.cos = call.cos;
@@ -186,60 +196,71 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   turn.x = query;
   turn.out = turned_query;
   turn.heads = heads;
+  turn.token_stride = query_cols;
   kernel.rotate(turn);
   turn.x = key;
   turn.out = turned_key;
   turn.heads = shape.kv_heads;
+  turn.token_stride = key_cols;
   kernel.rotate(turn);
 
-  const auto keep = [&](void* from, void* cache, std::int64_t head_stride, std::int64_t dim) {
-    if (call.packed) {
-      auto* to = static_cast<std::uint8_t*>(cache) + call.held * packed_row_bytes(dim);
+  const auto keep = [&](bool packed, std::int64_t held, void* from, void* cache, std::int64_t head_stride,
+                        std::int64_t dim) {
+    if (packed) {
+      auto* to = static_cast<std::uint8_t*>(cache) + held * packed_row_bytes(dim);
       return pack_rows({type, shape.kv_heads, 1, dim, from, dim, dim, to, head_stride});
     }
     for (std::int64_t h = 0; h < shape.kv_heads; ++h) {
-      std::memcpy(static_cast<unsigned char*>(cache) + (h * head_stride + call.held * dim) * size,
+      std::memcpy(static_cast<unsigned char*>(cache) + (h * head_stride + held * dim) * size,
                   static_cast<const unsigned char*>(from) + h * dim * size,
                   static_cast<std::size_t>(dim * size));
     }
   };
-  keep(turned_key, call.keys, call.key_head, shape.key_dim);
-  keep(value, call.values, call.value_head, shape.value_dim);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const CachePlace& place = call.places[t];
+    keep(place.packed, place.held, turned_key + t * key_cols * size, place.keys, place.key_head,
+         shape.key_dim);
+    keep(place.packed, place.held, value + t * value_cols * size, place.values, place.value_head,
+         shape.value_dim);
+  }
   clock.add(&StepTimes::cache);
 
-  AttendTask task = shape;
-  task.packed = call.packed;
-  task.tokens = 1;
-  task.context = call.held + 1;
-  task.query = turned_query;
-  task.query_head = task.query_token = shape.key_dim;
-  task.key = call.keys;
-  task.key_head = call.key_head;
-  task.key_token = call.packed ? packed_row_bytes(shape.key_dim) : shape.key_dim;
-  task.value = call.values;
-  task.value_head = call.value_head;
-  task.value_token = call.packed ? packed_row_bytes(shape.value_dim) : shape.value_dim;
-  task.out = mixed;
-  attend(task);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const CachePlace& place = call.places[t];
+    AttendTask task = shape;
+    task.packed = place.packed;
+    task.tokens = 1;
+    task.context = place.held + 1;
+    task.query = turned_query + t * query_cols * size;
+    task.query_head = task.query_token = shape.key_dim;
+    task.key = place.keys;
+    task.key_head = place.key_head;
+    task.key_token = place.packed ? packed_row_bytes(shape.key_dim) : shape.key_dim;
+    task.value = place.values;
+    task.value_head = place.value_head;
+    task.value_token = place.packed ? packed_row_bytes(shape.value_dim) : shape.value_dim;
+    task.out = mixed + t * mixed_cols * size;
+    attend(task);
+  }
   clock.add(&StepTimes::attention);
 
-  kernel.widen(type, mixed, mixed_cols, wide);
-  multiply(step.output, wide, output_sums);
-  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(step.hidden * size));
-  kernel.add(type, output_sums, step.hidden, call.residual);
+  kernel.widen(type, mixed, mixes, wide);
+  multiply(step.output, wide, tokens, output_sums);
+  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(hidden * size));
+  kernel.add(type, output_sums, hidden, call.residual);
   clock.add(&StepTimes::projections);
 
   if (!step.routes) {
-    normalise(step.after, call.residual, call.normed, step.hidden);
+    normalise(step.after, call.residual, call.normed, hidden);
     clock.add(&StepTimes::norms);
     return;
   }
-  normalise(step.after, call.residual, rows, step.hidden);
-  kernel.widen(type, rows, step.hidden, call.x);
+  normalise(step.after, call.residual, rows, hidden);
+  kernel.widen(type, rows, hidden, call.x);
   clock.add(&StepTimes::norms);
   RouteTask choice = step.routing;
   choice.x = rows;
-  choice.tokens = 1;
+  choice.tokens = tokens;
   choice.logits = logits;
   route(choice, step.rule, call.index, narrow_weights);
   kernel.widen(step.rule.weight_type, narrow_weights, chosen, call.weights);

@@ -1,15 +1,18 @@
-// Computes the part of a decoder layer before its experts for one decoded token: norm, projections, norms of
-// heads, rotation, attention cache, attention, output projection, residual, norm, router.
+// Computes the part of a decoder layer before its experts for one decoded token of each of several
+// conversations: norm, projections, norms of heads, rotation, attention cache, attention, output projection,
+// residual, norm, router.
 //
 // A step runs these parts in order and rounds between them to the element type as separate calls would, so
-// its results are bitwise equal to theirs. It saves the overhead of a framework between them, which for one
-// token costs more than some of the parts.
+// its results are bitwise equal to theirs, and those of a token do not depend on the others. It saves the
+// overhead of a framework between them, which for one token costs more than some of the parts. Weights are
+// read once for all tokens.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/decode/decode.h"
 #include "kernels/dense/linear.h"
+#include "kernels/dense/rows16.h"
 
 namespace moechat {
 
@@ -49,26 +52,37 @@ struct LayerStep {
   StepTimes* times;  // or null: not measured
 };
 
-// Buffers of one token. Strides in elements.
-struct LayerStepCall {
-  const void* hidden;  // [hidden]
-  const void* cos;     // [angles]
-  const void* sin;
+// Where a layer of an attention cache takes the next token. Strides in elements.
+struct CachePlace {
   void* keys;  // [kv_heads, capacity, key_dim] by heads' stride; writes position `held`
+  std::int64_t key_head;
   void* values;
-  std::int64_t key_head, value_head;
+  std::int64_t value_head;
   std::int64_t held;  // tokens before this one
   bool packed;        // the cache has packed rows, and its strides are bytes
-  void* residual;     // [hidden], output: hidden plus attention; must not overlap hidden
-  // Outputs of a step with a router: the rows of the norm as float32, experts and weights of the token.
-  float* x;             // [hidden]
-  std::int64_t* index;  // [chosen]
-  float* weights;       // [chosen]
-  void* normed;         // [hidden], output of a step without a router
 };
+
+// Buffers of some tokens, one for each attention cache.
+struct LayerStepCall {
+  std::int64_t tokens;  // 1 to kMostStepTokens
+  const void* hidden;   // [tokens, hidden]
+  const void* cos;      // [tokens, angles]
+  const void* sin;
+  const CachePlace* places;  // [tokens]; no two of them overlap
+  void* residual;            // [tokens, hidden], output: hidden plus attention; must not overlap hidden
+  // Outputs of a step with a router: the rows of the norm as float32, experts and weights of the tokens.
+  float* x;             // [tokens, hidden]
+  std::int64_t* index;  // [tokens, chosen]
+  float* weights;       // [tokens, chosen]
+  void* normed;         // [tokens, hidden], output of a step without a router
+};
+
+// Most tokens of a step: those of a product with 16-bit rows.
+constexpr std::int64_t kMostStepTokens = kRows16MaxTokens;
 
 // Throws std::invalid_argument if the sizes of the parts do not match.
 void check_layer_step(const LayerStep& step);
+// Throws std::invalid_argument for a wrong number of tokens.
 void layer_step(const LayerStep& step, const LayerStepCall& call);
 
 // out[i] += rounded(x[i]), rounded to `type`.
