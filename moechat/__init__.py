@@ -34,6 +34,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 __all__ = [
+    "Answer",
     "CheckpointError",
     "Description",
     "DeviceLostError",
@@ -68,6 +69,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from moechat.engine import (
+        Answer,
         Description,
         Engine,
         Grammar,

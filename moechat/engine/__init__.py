@@ -7,6 +7,7 @@ from moechat.engine.api import Engine, load
 from moechat.engine.describe import Description
 from moechat.engine.grammar import Grammar
 from moechat.engine.prompt import Message
+from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Stats
 from moechat.loading import Progress
 from moechat.offload.upkeep import Replanned
@@ -14,6 +15,7 @@ from moechat.steps import FinishReason, Step, TokenLogprob
 from moechat.tuner import Tuning
 
 __all__ = [
+    "Answer",
     "Description",
     "Engine",
     "FinishReason",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from moechat.engine.grammar import Grammar
 from moechat.engine.plans import PlanKeeper
 from moechat.engine.prompt import Message, Prompt, PromptEncoder
 from moechat.engine.recovery import PassRunner
+from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
 from moechat.errors import StoreDamagedError, UsageError
 from moechat.hardware.memory import peak_resident_bytes
@@ -464,9 +465,7 @@ class Engine:
         )
         return _tokens_only(steps)
 
-    def generate_in_turns(
-        self, prompt: Prompt, **options: Unpack[GenerateKeywords]
-    ) -> Generator[Step | None, None, None]:
+    def generate_in_turns(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Answer:
         """Generate an answer beside others: several such iterators may be advanced in turns.
 
         Each has an attention cache of its own; ``conversations`` of :class:`moechat.LoadOptions` says how
@@ -516,7 +515,8 @@ class Engine:
         draw_seed = (
             secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
         )
-        return self.decoder.answer_in_turns(
+        return Answer(
+            self.decoder,
             ids,
             AnswerSettings(
                 min(limit, room),
@@ -531,8 +531,29 @@ class Engine:
             progress=progress or (lambda _done, _total: None),
         )
 
+    def compute_together(self, answers: Sequence[Answer]) -> None:
+        """Compute what the next items of several answers need, in one pass where possible.
 
-def _tokens_only(steps: Generator[Step | None, None, None]) -> Iterator[Step]:
+        Weights, and experts that several of them chose, are then read once for all. Call it before the
+        answers are advanced; each then draws the token that it would have drawn alone. Answers whose prompt
+        is not computed yet are left alone. Of models that the engine does not recognise, and on a GPU, each
+        answer computes its own passes.
+
+        Args:
+            answers: From :meth:`generate_in_turns` of this engine.
+
+        Raises:
+            UsageError: One is there twice, or is another engine's.
+            MoechatError: Experts cannot be read, or the engine is closed; the answers of the pass end then.
+        """
+        if len({id(answer) for answer in answers}) < len(answers):
+            raise UsageError("an answer is there twice", hint="give each answer once")
+        if any(answer.decoder is not self.decoder for answer in answers):
+            raise UsageError(f"an answer is not one of this engine ({self.name})")
+        self.decoder.compute_together(answers)
+
+
+def _tokens_only(steps: Answer) -> Iterator[Step]:
     with closing(steps):
         for step in steps:
             if step is not None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
+from moechat.engine.answer import AnswerText
 from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
+from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import CachedTokens, PromptCache
 from moechat.models.waves import Passed
-from moechat.steps import Step
 
 
 class Decoder:
@@ -38,6 +36,7 @@ class Decoder:
         cached_tokens: Tokens that ``prompt_cache`` held after the last answer.
         vocabulary: Rows of the embedding.
         grammars: Makes the masks of grammars.
+        meter: Reads the counters of experts and link.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Decoder:
         self.prompt_cache = PromptCache(passes.loaded.conversations)
         self.cached_tokens = 0
         self._passes = passes
-        self._meter = meter
+        self.meter = meter
         self._tokenizer = tokenizer
         self._one_pass_noted = False
         model = passes.usable_model()
@@ -203,47 +202,27 @@ class Decoder:
                 done += part.shape[1]
         return found
 
-    def answer_in_turns(
-        self,
-        ids: torch.Tensor,
-        settings: AnswerSettings,
-        *,
-        started: float,
-        progress: Callable[[int, int], None],
-    ) -> Generator[Step | None, None, None]:
-        """Compute a prompt, then draw tokens until the model stops.
+    # ---- answers
 
-        Other answers may be computed between two items. Each has an attention cache of its own.
+    def answer_text(self, stops: Sequence[str]) -> AnswerText:
+        """What makes text of an answer's tokens, which ends at one of the stops."""
+        return AnswerText(self._tokenizer, stops, self.stop_tokens)
 
-        Args:
-            ids: The prompt, int64 ``[1, tokens]``.
-            settings: How tokens are drawn, and where the answer ends.
-            started: When the answer was requested, on ``time.perf_counter``'s clock.
-            progress: Called before the first and after each part of the prompt with the tokens computed so
-                far (or already cached) and the tokens of the prompt; its own time counts too. In a wave it is
-                called several times a layer, with the tokens that would have been computed in that time.
-
-        Returns:
-            A step for each token; ``None`` after each pass of the prompt but the last.
-
-        Raises:
-            MoechatError: As :meth:`PassRunner.run`, or the grammar needs too much memory.
-        """
-        chooser = TokenChooser(settings)
-        text = AnswerText(self._tokenizer, settings.stops, self.stop_tokens)
-        prompt = ids.shape[1]
-        known: list[int] = ids[0].tolist()
-        most = self._passes.loaded.cache.appendable
-        held = self.prompt_cache.take(known, most)
-        reused = len(held.tokens)
+    def take_cache(self, prompt: list[int]) -> CachedTokens:
+        """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
+        held = self.prompt_cache.take(prompt, self._passes.loaded.cache.appendable)
         if held.cache is None:
             held.cache = self.new_cache()
+        return held
+
+    def begin_stats(self, prompt: int, reused: int, seed: int) -> Stats:
+        """The statistics of an answer that begins; :attr:`stats` are these from now on."""
         before = self.stats
-        self.stats = stats = Stats(
+        self.stats = Stats(
             load_s=before.load_s,
             prompt_tokens=prompt,
             reused_tokens=reused,
-            seed=settings.seed,
+            seed=seed,
             pages=before.pages,
             page_bytes=before.page_bytes,
             budget_bytes=before.budget_bytes,
@@ -251,68 +230,9 @@ class Decoder:
             kv_bits=before.kv_bits,
             kv_bytes=before.kv_bytes,
         )
-        parts = self.parts(ids[:, reused:], prompt)
-        history, waves = ids, self.waves(parts)
-        self._choose_copies(held, parts, prompt)
-        first = 0.0
-        computed = reused
-        upkeep = self._passes.loaded.upkeep
-        self._meter.start()
-        try:
-            progress(reused, prompt)
-            for count in range(1, settings.limit + 1):
-                begun = time.perf_counter()
-                for chunks in waves:
-                    held.whole = False
-                    if computed < prompt:
-                        logits, held.cache = self.advance(
-                            chunks,
-                            held.cache,
-                            partial(_advanced, progress, computed, prompt),
-                            partial(_passed, held, computed),
-                            partial(_ended, held, computed),
-                        )
-                    else:
-                        logits, held.cache = self.step(chunks[0], held.cache)
-                    computed += sum(chunk.shape[1] for chunk in chunks)
-                    held.whole = True
-                    if computed < prompt:
-                        stats = self._meter.add(stats)
-                        yield None
-                        self._meter.start()
-                chosen = chooser.choose(history, logits.cpu())
-                now = time.perf_counter()
-                first = first or now
-                if upkeep is not None:
-                    upkeep.step(now - begun)
-                self.stats = stats = replace(
-                    self._meter.add(stats),
-                    output_tokens=count,
-                    ttft_s=first - started,
-                    tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
-                    busy_s=now - started,
-                )
-                step = text.step(chosen, complete=chooser.complete, last=count == settings.limit)
-                yield step
-                self._meter.start()
-                if step.finish_reason:
-                    return
-                latest = torch.tensor([[step.token_id]])
-                waves = [[latest]]
-                history = torch.cat([history, latest], dim=1)
-                known.append(step.token_id)
-        finally:
-            loaded = self._passes.loaded
-            if upkeep is not None and upkeep is loaded.upkeep:
-                upkeep.answer_done()
-            if held.cache is not None and loaded.model is not None:
-                # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
-                self.prompt_cache.keep(held, known[:computed], prompt, copied=prompt <= most)
-                self.cached_tokens = self.prompt_cache.tokens
-            else:
-                self.prompt_cache.give_up()
+        return self.stats
 
-    def _choose_copies(self, held: CachedTokens, parts: list[torch.Tensor], prompt: int) -> None:
+    def choose_copies(self, held: CachedTokens, parts: list[torch.Tensor], prompt: int) -> None:
         """Choose at which ends of the parts of a prompt states are copied."""
         loaded = self._passes.loaded
         ends, end = [], len(held.tokens)
@@ -322,14 +242,70 @@ class Decoder:
                 ends.append(end)
         held.begin(ends, loaded.cache.copies)
 
+    def token_done(self, seconds: float) -> None:
+        """Count a token, which took so long."""
+        upkeep = self._passes.loaded.upkeep
+        if upkeep is not None:
+            upkeep.step(seconds)
 
-def _ended(held: CachedTokens, before: int, done: int) -> None:
-    held.reached(before + done)
+    def keep(self, held: CachedTokens, tokens: list[int], prompt: int) -> None:
+        """Keep the attention cache of an answer that has ended, and do what comes after answers.
 
+        Args:
+            held: From :meth:`take_cache`.
+            tokens: Tokens that were computed.
+            prompt: Tokens of the prompt.
+        """
+        loaded = self._passes.loaded
+        if loaded.upkeep is not None:
+            loaded.upkeep.answer_done()
+        if held.cache is not None and loaded.model is not None:
+            # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
+            self.prompt_cache.keep(held, tokens, prompt, copied=prompt <= loaded.cache.appendable)
+            self.cached_tokens = self.prompt_cache.tokens
+        else:
+            self.prompt_cache.give_up()
 
-def _passed(held: CachedTokens, before: int, number: int, done: int) -> None:
-    held.layer_reached(number, before + done)
+    def compute_together(self, answers: Sequence[Answer]) -> None:
+        """Compute the next tokens' passes of several answers in as few passes as possible.
 
+        Advancing an answer then only draws its token, which is the one that it would draw alone. Answers
+        whose next pass is one of a prompt are left alone; so are all where the model cannot do it.
 
-def _advanced(progress: Callable[[int, int], None], before: int, prompt: int, done: int) -> None:
-    progress(before + done, prompt)
+        Args:
+            answers: Of this decoder; none twice.
+
+        Raises:
+            MoechatError: As :meth:`PassRunner.run`; all answers of the pass are closed then.
+        """
+        ready = [(answer, token) for answer in answers if (token := answer.next_token) is not None]
+        most = self._passes.most_together
+        for begin in range(0, len(ready) if most else 0, max(1, most)):
+            group = ready[begin : begin + most]
+            if len(group) < 2 or not self._compute_group(group):
+                return
+
+    def _compute_group(self, group: list[tuple[Answer, int]]) -> bool:
+        """Compute a pass for a token of each answer; returns whether that is possible."""
+        answers = [answer for answer, _ in group]
+        self.meter.start()
+        begun = time.perf_counter()
+        for answer in answers:
+            answer.begin_pass()
+        try:
+            rows = self._passes.run_together(
+                [token for _, token in group], [answer.cache for answer in answers]
+            )
+        except BaseException:
+            for answer in answers:
+                answer.close()
+            raise
+        if rows is None:
+            for answer in answers:
+                answer.give_back()
+            return False
+        seconds = (time.perf_counter() - begun) / len(group)
+        shares = self.meter.add_shares([answer.stats for answer in answers])
+        for answer, row, stats in zip(answers, rows, shares, strict=True):
+            answer.take(row, stats, seconds)
+        return True

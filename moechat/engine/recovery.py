@@ -85,6 +85,37 @@ class PassRunner:
             lambda loaded: self._pass(loaded, ids, arguments), arguments.get("past_key_values"), ids.shape[1]
         )
 
+    @property
+    def most_together(self) -> int:
+        """Most tokens of :meth:`run_together`; 0: the model cannot be computed so."""
+        together = self.loaded.native_modules.together
+        return 0 if together is None else together.most
+
+    def run_together(self, tokens: Sequence[int], caches: Sequence[Any]) -> torch.Tensor | None:
+        """One pass for a token of each of several attention caches.
+
+        Args:
+            tokens: Their ids, at most :attr:`most_together`.
+            caches: From :meth:`moechat.engine.decoder.Decoder.new_cache`; none twice; changed in place.
+
+        Returns:
+            Logits ``[tokens, vocabulary]``, those of passes of their own; ``None``, without any change, if
+            this model cannot be computed so.
+
+        Raises:
+            MoechatError: As :meth:`run`. The layers of the caches may differ in length then.
+        """
+
+        def compute(loaded: LoadedModel) -> torch.Tensor | None:
+            together = loaded.native_modules.together
+            if together is None:
+                return None
+            loaded.waves.reset()  # one that was interrupted
+            return together.run(tokens, caches)
+
+        found: torch.Tensor | None = self._try(compute)
+        return found
+
     def run_wave(
         self,
         chunks: Sequence[torch.Tensor],

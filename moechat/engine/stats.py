@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,6 +161,25 @@ class Meter:
 
     def add(self, stats: Stats) -> Stats:
         """The statistics, with everything since the last call added."""
+        return self.add_shares([stats])[0]
+
+    def add_shares(self, answers: Sequence[Stats]) -> list[Stats]:
+        """The statistics of several answers, with everything since the last call divided equally among them.
+
+        The sums over the answers are exact.
+        """
+        gained, count = self._gain(), len(answers)
+        found = []
+        for place, stats in enumerate(answers):
+            values = {
+                key: getattr(stats, key)
+                + (value // count + (place < value % count) if isinstance(value, int) else value / count)
+                for key, value in gained.items()
+            }
+            found.append(replace(stats, pages_peak=self._pages_peak, **values))
+        return found
+
+    def _gain(self) -> dict[str, Any]:
         now = self._read()
         # A counter below its last value was reset to 0 in between.
         gained = {
@@ -168,8 +187,7 @@ class Meter:
             for key, value in now.items()
         }
         self._before = now
-        values = {key: getattr(stats, key) + value for key, value in gained.items()}
-        return replace(stats, pages_peak=self._pages_peak, **values)
+        return gained
 
     def _read(self) -> dict[str, Any]:
         counts: dict[str, Any] = {

@@ -91,6 +91,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if not self.takes_token(kv_heads, dim, dtype):
             return None
         assert self._reserved is not None
+        assert self.keys is not None
         keys, values = self._reserved
         capacity, held = keys.shape[-2], self.keys.shape[-2]
         row = row_bytes(dim) if self.packed else dim

@@ -1,9 +1,9 @@
 """The thread that computes: loads models, and answers requests in turns.
 
 One thread owns the engine, so that the engine needs no locks. Requests wait in a queue of limited length in
-the order in which they came. Up to ``parallel`` of them are answered at a time, a token of each in turns, and
-prompts a part at a time. A request for another model waits until those before it are answered; those behind
-it wait too, so it is never overtaken.
+the order in which they came. Up to ``parallel`` of them are answered at a time: a token of each in one pass
+where the model allows it, and a part of each prompt in between. A request for another model waits until those
+before it are answered; those behind it wait too, so it is never overtaken.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from moechat.serve.counters import Counters
 from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerBusyError, ServerClosingError
 
 if TYPE_CHECKING:
-    from moechat import Engine, Step
+    from moechat import Answer, Engine, Step
 
 # Seconds between two calls of Engine.idle while nothing is asked.
 _IDLE_S = 1.0
@@ -57,7 +57,7 @@ class _Answer(NamedTuple):
     """One answer under way."""
 
     job: Job
-    steps: Generator[Step | None, None, None]
+    steps: Answer
 
 
 class Worker:
@@ -266,6 +266,8 @@ class Worker:
 
     def _advance_all(self) -> None:
         """Compute one token, or one part of the prompt, of every answer."""
+        if not self._compute_together():
+            return
         for answer in list(self._answers):
             if self._closing:
                 return
@@ -289,6 +291,24 @@ class Worker:
             else:
                 self._deliver(answer, step)
         self.active = len(self._answers)
+
+    def _compute_together(self) -> bool:
+        """Compute the next tokens of all answers that have one; returns whether the model can go on."""
+        running = [answer for answer in self._answers if not answer.job.cancelled]
+        if len(running) < 2:
+            return True
+        assert self._engine is not None
+        try:
+            self._engine.compute_together([answer.steps for answer in running])
+        except Exception as error:
+            for answer in running:
+                if answer.steps.ended:
+                    self._counters.failed(error)
+                    self._end(answer, error)
+            if isinstance(error, StoreDamagedError | DeviceLostError):
+                self._give_up_model(error)
+                return False
+        return True
 
     def _deliver(self, answer: _Answer, step: Step | None) -> None:
         if step is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import moechat
 from moechat import Engine, UsageError
@@ -61,6 +64,151 @@ def test_answers_in_turns_have_the_tokens_that_each_has_alone(
     sizes = [len(engine.encode(prompt)) for prompt in PROMPTS]
     assert passes == [(size - 1) // CHUNK for size in sizes]
     assert min(passes) >= 1
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}])
+def test_answers_computed_together_have_the_tokens_that_each_has_alone(
+    engine: Engine, options: dict[str, float]
+) -> None:
+    lengths = [12, 7, 12]  # one ends before the others
+    wanted = []
+    for prompt, length in zip(PROMPTS, lengths, strict=True):
+        engine.drop_prompt_cache()
+        wanted.append(alone(engine, prompt, length, **options))
+    engine.drop_prompt_cache()
+    running = [
+        engine.generate_in_turns(prompt, max_new_tokens=length, **options)
+        for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
+    with counted_passes(engine) as passes:
+        found = advance_together(engine, running)
+    assert found == wanted
+    assert max(passes.together) == 3
+    # Parts of prompts, of which the last one gives the first token, and tokens: nothing is computed twice.
+    parts = sum(-(-len(engine.encode(prompt)) // CHUNK) for prompt in PROMPTS)
+    assert passes.alone + sum(passes.together) == parts + sum(map(len, wanted)) - len(wanted)
+    for prompt, tokens in zip(PROMPTS, wanted, strict=True):
+        list(engine.generate([*engine.encode(prompt), *tokens, 9], max_new_tokens=1))
+        assert engine.stats.reused_tokens == len(engine.encode(prompt)) + len(tokens) - 1
+
+
+def test_what_a_shared_pass_reads_is_divided_among_its_answers(engine: Engine) -> None:
+    engine.drop_prompt_cache()
+    before = engine.loaded.counters.activations
+    running = [engine.generate_in_turns(prompt, max_new_tokens=6) for prompt in PROMPTS]
+    advance_together(engine, running)
+    counted = engine.loaded.counters.activations - before
+    assert sum(answer.stats.expert_activations for answer in running) == counted
+    assert all(answer.stats.output_tokens == 6 for answer in running)
+    assert all(answer.stats.tpot_s > 0 for answer in running)
+
+
+def test_an_answer_given_up_in_the_middle_of_others_does_not_change_them(engine: Engine) -> None:
+    engine.drop_prompt_cache()
+    wanted = [alone(engine, prompt, temperature=0.0) for prompt in PROMPTS]
+    engine.drop_prompt_cache()
+    running = [engine.generate_in_turns(prompt, max_new_tokens=12, temperature=0.0) for prompt in PROMPTS]
+    found: list[list[int]] = [[], [], []]
+    for turn in range(30):
+        engine.compute_together(running)
+        if turn == 9:
+            running[1].close()  # its next token is computed, but not drawn
+        for number, answer in enumerate(running):
+            step = next(answer, None)
+            if step is not None:
+                found[number].append(step.token_id)
+    assert found[0] == wanted[0]
+    assert found[2] == wanted[2]
+    assert 0 < len(found[1]) < 12
+    assert found[1] == wanted[1][: len(found[1])]
+    assert engine.decoder.prompt_cache._taken == 0
+
+
+def test_answers_of_a_pass_that_fails_end_and_the_engine_goes_on(engine: Engine) -> None:
+    engine.drop_prompt_cache()
+    wanted = [alone(engine, prompt, temperature=0.0) for prompt in PROMPTS]
+    engine.drop_prompt_cache()
+    running = [engine.generate_in_turns(prompt, max_new_tokens=12, temperature=0.0) for prompt in PROMPTS]
+    for _ in range(8):
+        engine.compute_together(running)
+        for answer in running:
+            next(answer)
+    last = engine.loaded.model.model.norm
+    own = vars(last)["forward"]
+    vars(last)["forward"] = lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.compute_together(running)
+    finally:
+        vars(last)["forward"] = own
+    assert all(answer.ended for answer in running)
+    assert [next(answer, "end") for answer in running] == ["end"] * 3
+    assert [alone(engine, prompt, temperature=0.0) for prompt in PROMPTS] == wanted
+
+
+def test_answers_of_a_model_that_is_not_recognised_are_computed_in_turns(engine: Engine) -> None:
+    modules = engine.loaded.native_modules
+    kept, modules.together = modules.together, None
+    try:
+        running = [engine.generate_in_turns(prompt, max_new_tokens=4, temperature=0.0) for prompt in PROMPTS]
+        with counted_passes(engine) as passes:
+            found = advance_together(engine, running)
+    finally:
+        modules.together = kept
+    assert [len(tokens) for tokens in found] == [4, 4, 4]
+    assert passes.alone > 9
+    assert not passes.together
+
+
+def test_answers_that_are_not_the_engines_own_are_refused(engine: Engine) -> None:
+    answer = engine.generate_in_turns(PROMPTS[0])
+    with pytest.raises(UsageError, match="twice"):
+        engine.compute_together([answer, answer])
+    with moechat.load("demo") as other, pytest.raises(UsageError, match="not one of this engine"):
+        other.compute_together([answer])
+
+
+@dataclass
+class Passes:
+    """Passes of one answer, and numbers of tokens of those that several shared."""
+
+    alone: int = 0
+    together: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def counted_passes(engine: Engine) -> Iterator[Passes]:
+    found, runner = Passes(), engine.passes
+    run, run_together = runner.run, runner.run_together
+
+    def count(ids: torch.Tensor, **arguments: Any) -> Any:
+        found.alone += 1
+        return run(ids, **arguments)
+
+    def count_together(tokens: list[int], caches: list[Any]) -> Any:
+        rows = run_together(tokens, caches)
+        if rows is not None:
+            found.together.append(len(tokens))
+        return rows
+
+    vars(runner).update(run=count, run_together=count_together)
+    try:
+        yield found
+    finally:
+        del vars(runner)["run"], vars(runner)["run_together"]
+
+
+def advance_together(engine: Engine, running: list[moechat.Answer]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in running]
+    while not all(answer.ended for answer in running):
+        engine.compute_together(running)
+        for number, answer in enumerate(running):
+            step = next(answer, None)
+            if step is not None:
+                found[number].append(step.token_id)
+    for answer in running:
+        answer.close()
+    return found
 
 
 def test_each_conversation_goes_on_from_its_own_cache(engine: Engine) -> None:

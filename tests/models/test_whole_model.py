@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,53 @@ def test_one_token_equals_transformers_pass_bitwise(
         assert len(calls) == 1
         del vars(engine.loaded.model)["forward"]
         assert all(map(torch.equal, ours, decode(engine, tokens)))
+
+
+@pytest.mark.parametrize("pages", [None, 24])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_several_caches_equal_passes_of_their_own_bitwise(
+    family: str, dtype: str, pages: int | None, tmp_path: Path, moechat_home: Path
+) -> None:
+    path, offload = checkpoint(tmp_path, family), OffloadOptions(pages=pages)
+    with moechat.load(path, bits=4, dtype=dtype, dense_bits="auto", offload=offload) as engine:
+        for count in (2, 3, 7, engine.passes.most_together):
+            ours, theirs = ([prefilled(engine, 3 + 5 * number) for number in range(count)] for _ in range(2))
+            for step in range(3):
+                tokens = [(7 * number + step) % 90 + 3 for number in range(count)]
+                rows = engine.passes.run_together(tokens, ours)
+                wanted = [
+                    engine.decoder.step(torch.tensor([[token]]), cache)[0]
+                    for token, cache in zip(tokens, theirs, strict=True)
+                ]
+                assert rows is not None
+                assert all(map(torch.equal, rows, wanted))
+            for pair in zip(ours, theirs, strict=True):
+                for mine, other in zip(*(cache.layers for cache in pair), strict=True):
+                    assert torch.equal(mine.keys, other.keys)
+                    assert torch.equal(mine.values, other.values)
+
+
+def prefilled(engine: Engine, tokens: int) -> Any:
+    cache = engine.decoder.new_cache()
+    engine.decoder.step(torch.tensor([[(5 * i) % 90 + 3 for i in range(tokens)]]), cache)
+    return cache
+
+
+def test_a_cache_that_does_not_take_a_token_natively_is_computed_by_its_layer(engine: Engine) -> None:
+    full, empty = engine.loaded.cache.new(engine.loaded.model.config, 8), engine.decoder.new_cache()
+    engine.decoder.step(torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]]), full)  # its memory is full
+    others = deepcopy([full, empty])
+    rows = engine.passes.run_together([3, 4], [full, empty])
+    assert rows is not None
+    for row, token, cache in zip(rows, (3, 4), others, strict=True):
+        assert torch.equal(row, engine.decoder.step(torch.tensor([[token]]), cache)[0])
+
+
+def test_more_tokens_than_a_native_step_takes_are_refused(engine: Engine) -> None:
+    caches = [prefilled(engine, 2) for _ in range(engine.passes.most_together + 1)]
+    assert engine.passes.run_together([3] * len(caches), caches) is None
+    assert caches[0].get_seq_length() == 2
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax"])

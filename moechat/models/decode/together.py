@@ -11,6 +11,8 @@ depend on other tokens of the call. A trial compares both ways when the first su
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,31 +22,30 @@ from moechat import _native
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.layer_check import layer_kind, stub_experts
 from moechat.models.decode.layers import NativeStep
-from moechat.models.decode.probe import probing
-from moechat.models.linear import PackedLinear, SplitLinear, StoredLinear
+from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.skeleton import EXPERTS_RUNNER
-from moechat.models.threads import thread_invariant_pass
 
-# The result for all tokens of each other's products: those of other modules may depend on the other tokens.
-_ROWS_ALONE = (StoredLinear, PackedLinear, SplitLinear)
-# Tokens that each conversation of the trial has before the passes that are compared, and such passes.
-_TRIAL_HELD = (4, 1, 2, 3, 1)
-_TRIAL_PASSES = 2
-
-MOST_TOKENS = _native.MOST_STEP_TOKENS
+# Numbers of tokens in the passes of the trial, and most tokens that a conversation has before them.
+_TRIAL_TOKENS = (2, 3, 5, FEW_TOKENS, _native.MOST_STEP_TOKENS)
+_TRIAL_HELD = 4
 
 # (hidden states [1, tokens, hidden], layers of the caches, cosines, sines) -> hidden states.
 _DecodeEach = Callable[[torch.Tensor, list[Any], torch.Tensor, torch.Tensor], "torch.Tensor | None"]
 
 
 class TogetherPass:
-    """Passes of one token for each of several attention caches. REQUIRES: inference mode, one thread at a time.
+    """Passes of one token for each of several attention caches.
+
+    REQUIRES: inference mode, one thread at a time.
 
     Args:
         model: A causal language model whose layers all have native steps.
         pairs: Its layers and their steps.
         supports: Whether an attention cache has layers that native steps take.
         new_cache: Makes an attention cache for the trial, for a number of tokens.
+
+    Attributes:
+        most: Most tokens of a pass.
     """
 
     def __init__(
@@ -55,16 +56,21 @@ class TogetherPass:
         new_cache: Callable[[int], Any],
     ) -> None:
         self._model = model
-        self._pairs = [(layer, step, _decode_each(step)) for layer, step in pairs]
+        inputs: dict[tuple[int, int], _Inputs] = {}
+        self._pairs = [(layer, step, _decode_each(step, _Inputs.of(step, inputs))) for layer, step in pairs]
         self._supports = supports
         self._new_cache = new_cache
+        # The family's own code of a feed-forward part has native routers for few tokens only.
+        plain = all(step.parts.experts is not None for _, step in pairs)
+        self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
         self._usable: bool | None = None
+        self._by_rows = False  # other products compute each token on its own
 
     def run(self, tokens: Sequence[int], caches: Sequence[Any]) -> torch.Tensor | None:
         """Compute a token of each cache.
 
         Args:
-            tokens: Their ids, at most :data:`MOST_TOKENS`.
+            tokens: Their ids, at most :attr:`most`.
             caches: Their attention caches; none twice; changed in place.
 
         Returns:
@@ -74,9 +80,10 @@ class TogetherPass:
         Raises:
             Exception: Any error of an expert layer. The layers of a cache may differ by a token then.
         """
-        if not 1 <= len(tokens) == len(caches) <= MOST_TOKENS or not all(map(self._supports, caches)):
+        if not 1 <= len(tokens) == len(caches) <= self.most or not all(map(self._supports, caches)):
             return None
         if self._usable is None:
+            self._divide_products()
             self._usable = self._agrees()
         return self._logits(tokens, caches, self._pairs) if self._usable else None
 
@@ -86,7 +93,7 @@ class TogetherPass:
         caches: Sequence[Any],
         pairs: Sequence[tuple[Any, NativeStep, _DecodeEach]],
     ) -> torch.Tensor | None:
-        base, head = self._model.model, self._model.lm_head
+        base = self._model.model
         hidden = base.embed_tokens(torch.tensor([list(tokens)]))
         each = [base.rotary_emb(hidden, torch.tensor([[cache.get_seq_length()]])) for cache in caches]
         if any(type(angles) is not tuple or len(angles) != 2 for angles in each):
@@ -95,7 +102,8 @@ class TogetherPass:
         hidden = hidden.contiguous()
         if not pairs[0][1].takes(hidden[:, :1], each[0]) or hidden.dtype is not cos.dtype:
             return None
-        with thread_invariant_pass(len(tokens)):
+        self._by_rows = True
+        try:
             for number, (layer, _, decode) in enumerate(pairs):
                 out = decode(hidden, [cache.layers[number] for cache in caches], cos, sin)
                 if out is None:
@@ -112,11 +120,26 @@ class TogetherPass:
                         dim=1,
                     )
                 hidden = out
-            normed = base.norm(hidden)
-            if isinstance(head, _ROWS_ALONE):
-                logits: torch.Tensor = head(normed)[0]
-                return logits
-            return torch.cat([head(normed[:, row : row + 1])[0] for row in range(len(tokens))])
+            logits: torch.Tensor = self._model.lm_head(base.norm(hidden))[0]
+        finally:
+            self._by_rows = False
+        return logits
+
+    def _divide_products(self) -> None:
+        """Let torch's products compute one token at a time in these passes."""
+        parts = [part for _, step, _ in self._pairs for part in step.parts.mlp.modules()]
+        for module in (self._model.lm_head, *parts):
+            if isinstance(module, nn.Linear):
+                module.__dict__["forward"] = wraps(module.forward)(self._divided(module.forward))
+
+    def _divided(self, own: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not self._by_rows:
+                return own(x)
+            rows = [x.narrow(-2, row, 1) for row in range(x.shape[-2])]
+            return torch.cat(list(map(own, rows)), dim=-2)
+
+        return forward
 
     def _agrees(self) -> bool:
         """Whether both ways give the same logits and caches, bit by bit, for random tokens, with stub experts
@@ -135,12 +158,10 @@ class TogetherPass:
             finally:
                 base.layers = before
 
-    def _same(
-        self, pairs: Sequence[tuple[Any, NativeStep, _DecodeEach]], generator: torch.Generator
-    ) -> bool:
+    def _same(self, pairs: Sequence[tuple[Any, NativeStep, _DecodeEach]], generator: torch.Generator) -> bool:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         ids = torch.randint(
-            vocabulary, (len(_TRIAL_HELD), max(_TRIAL_HELD) + _TRIAL_PASSES), generator=generator
+            vocabulary, (self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)), generator=generator
         ).tolist()
 
         def alone(token: int, cache: Any) -> torch.Tensor:
@@ -148,42 +169,63 @@ class TogetherPass:
             logits: torch.Tensor = out.logits[0]
             return logits
 
-        ours, theirs = ([self._new_cache(len(row)) for row in ids] for _ in range(2))
-        for row, held, pair in zip(ids, _TRIAL_HELD, zip(ours, theirs, strict=True), strict=True):
+        caches = [[self._new_cache(len(row)) for _ in range(2)] for row in ids]
+        for number, (row, pair) in enumerate(zip(ids, caches, strict=True)):
             for cache in pair:
                 cache.layers = cache.layers[: len(pairs)]
-                for token in row[:held]:
+                for token in row[: 1 + number % _TRIAL_HELD]:
                     alone(token, cache)
-        for step in range(_TRIAL_PASSES):
-            tokens = [row[held + step] for row, held in zip(ids, _TRIAL_HELD, strict=True)]
-            found = self._logits(tokens, ours, pairs)
-            wanted = torch.cat(list(map(alone, tokens, theirs)))
-            if found is None or not torch.equal(found, wanted):
+        for number, count in enumerate(count for count in _TRIAL_TOKENS if count <= self.most):
+            tokens = [row[_TRIAL_HELD + number] for row in ids[:count]]
+            found = self._logits(tokens, [ours for ours, _ in caches[:count]], pairs)
+            wanted = [alone(token, theirs) for token, (_, theirs) in zip(tokens, caches, strict=False)]
+            if found is None or not torch.equal(found, torch.cat(wanted)):
                 return False
-        layers = [
-            (mine, other)
-            for pair in zip(ours, theirs, strict=True)
-            for mine, other in zip(*(cache.layers for cache in pair), strict=True)
-        ]
+        layers = [slots for pair in caches for slots in zip(*(cache.layers for cache in pair), strict=True)]
         return all(
-            torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
-            for mine, other in layers
+            torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+            for ours, theirs in layers
         )
 
 
-def _decode_each(native: NativeStep) -> _DecodeEach:
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of the experts of a layer, overwritten by the next one.
+
+    Attributes:
+        x: float32 ``[most, hidden]``.
+        index: int64 ``[most, chosen]``.
+        weights: float32 ``[most, chosen]``.
+    """
+
+    x: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, native: NativeStep, known: dict[tuple[int, int], _Inputs]) -> _Inputs:
+        """Those of a layer, shared by all layers of the same sizes."""
+        router, hidden = native.parts.router, native.step.hidden_size
+        chosen = 0 if router is None else vars(router)["forward"].chosen
+        if (hidden, chosen) not in known:
+            most = _native.MOST_STEP_TOKENS
+            # Inference tensors could not be used in other passes.
+            with torch.inference_mode(False):
+                known[hidden, chosen] = cls(
+                    torch.empty((most, hidden), dtype=torch.float32),
+                    torch.empty((most, chosen), dtype=torch.int64),
+                    torch.empty((most, chosen), dtype=torch.float32),
+                )
+        return known[hidden, chosen]
+
+
+def _decode_each(native: NativeStep, inputs: _Inputs) -> _DecodeEach:
     """As :attr:`NativeStep.decode`, for a token of each of several caches."""
     parts, step = native.parts, native.step
     route, normalise, add = step.run.route_each, step.run.normalise_each, step.run.add
     dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
     mlp, experts = parts.mlp, parts.experts
-    chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
     empty = torch.empty
-    with torch.inference_mode(False):
-        x = empty((MOST_TOKENS, hidden_size), dtype=torch.float32)
-        top_k_index = empty((MOST_TOKENS, chosen), dtype=torch.int64)
-        top_k_weights = empty((MOST_TOKENS, chosen), dtype=torch.float32)
-    chosen_at = (x.data_ptr(), top_k_index.data_ptr(), top_k_weights.data_ptr())
 
     def decode(hidden: torch.Tensor, slots: list[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if not all(
@@ -200,10 +242,9 @@ def _decode_each(native: NativeStep) -> _DecodeEach:
             normalise(*at, normed.data_ptr())
             out = mlp(normed)
             return residual + (out[0] if isinstance(out, tuple) else out)
-        route(*at, *chosen_at)
-        summed = vars(experts)[EXPERTS_RUNNER].forward(
-            x[:tokens], top_k_index[:tokens], top_k_weights[:tokens]
-        )
+        x, index, weights = inputs.x[:tokens], inputs.index[:tokens], inputs.weights[:tokens]
+        route(*at, x.data_ptr(), index.data_ptr(), weights.data_ptr())
+        summed = vars(experts)[EXPERTS_RUNNER].forward(x, index, weights)
         add(summed.data_ptr(), residual.data_ptr(), tokens)
         return residual
 

@@ -1,0 +1,243 @@
+"""One answer under way: its prompt is computed in passes, then its tokens are drawn one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
+from moechat.engine.stats import Stats
+from moechat.models.prompt_cache import CachedTokens
+from moechat.steps import Step
+
+if TYPE_CHECKING:
+    from moechat.engine.decoder import Decoder
+
+
+@dataclass
+class _Pending:
+    """Logits that are computed and from which no token is drawn yet.
+
+    Attributes:
+        logits: ``[vocabulary]``.
+        seconds: What their pass took, or the answer's share of it.
+    """
+
+    logits: torch.Tensor
+    seconds: float
+
+
+class Answer:
+    """An iterator over the steps of an answer, to be advanced in turns with others.
+
+    Each item computes one pass: of a part of the prompt, then of a token, unless
+    :meth:`moechat.Engine.compute_together` has computed that already. Items are a step for each token, and
+    ``None`` after each pass of the prompt but the last.
+
+    Each answer has an attention cache of its own, from its first item until it ends or is closed.
+
+    Args:
+        decoder: Computes passes, and keeps attention caches between answers.
+        ids: The prompt, int64 ``[1, tokens]``.
+        settings: How tokens are drawn, and where the answer ends.
+        started: When the answer was requested, on ``time.perf_counter``'s clock.
+        progress: Called before the first and after each part of the prompt with the tokens computed so far
+            (or already cached) and the tokens of the prompt; its own time counts too. In a wave it is called
+            several times a layer, with the tokens that would have been computed in that time.
+
+    Attributes:
+        decoder: As given.
+        stats: Measurements so far.
+    """
+
+    # Invariants: _held is None before the first item and after the end. _waves are the passes that come
+    # before the next token, in order; _computed tokens of _known are in the cache.
+    def __init__(
+        self,
+        decoder: Decoder,
+        ids: torch.Tensor,
+        settings: AnswerSettings,
+        *,
+        started: float,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.stats = Stats()
+        self.decoder = decoder
+        self._settings = settings
+        self._started = started
+        self._progress = progress
+        self._chooser = TokenChooser(settings)
+        self._text: AnswerText = decoder.answer_text(settings.stops)
+        self._history = ids
+        self._prompt = ids.shape[1]
+        self._known: list[int] = ids[0].tolist()
+        self._held: CachedTokens | None = None
+        self._waves: list[list[torch.Tensor]] = []
+        self._computed = 0
+        self._drawn = 0
+        self._first = 0.0
+        self._pending: _Pending | None = None
+        self._ended = False
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> Step | None:
+        """Compute and draw, see the class.
+
+        Raises:
+            StopIteration: The answer has ended.
+            MoechatError: As :meth:`PassRunner.run`, or the grammar needs too much memory. The answer is
+                closed then.
+        """
+        if self._ended:
+            self.close()
+            raise StopIteration
+        try:
+            if self._held is None:
+                self._begin()
+            if self._pending is None and not self._compute():
+                return None
+            step = self._draw()
+        except BaseException:
+            self.close()
+            raise
+        self._ended = step.finish_reason is not None
+        return step
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_held") is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the answer; its tokens stay in the prompt cache. Harmless when repeated."""
+        self._ended, self._pending = True, None
+        held, self._held = self._held, None
+        if held is not None:
+            self.decoder.keep(held, self._known[: self._computed], self._prompt)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further item comes."""
+        return self._ended
+
+    # ---- passes that several answers share
+
+    @property
+    def next_token(self) -> int | None:
+        """The token whose pass comes next; ``None`` before the prompt is computed, and if there is none."""
+        if self._held is None or self._ended or self._pending is not None or self._computed < self._prompt:
+            return None
+        return self._known[-1] if self._computed == len(self._known) - 1 else None
+
+    @property
+    def cache(self) -> Any:
+        """Attention cache of an answer that has begun and has not ended."""
+        assert self._held is not None
+        return self._held.cache
+
+    def begin_pass(self) -> None:
+        """A pass of :attr:`next_token` begins; if it fails, the cache is good only up to its last copy."""
+        assert self._held is not None
+        self._held.whole = False
+
+    def give_back(self) -> None:
+        """The pass that had begun was not computed, and nothing has changed."""
+        assert self._held is not None
+        self._held.whole = True
+
+    def take(self, logits: torch.Tensor, stats: Stats, seconds: float) -> None:
+        """Take the result of a pass of :attr:`next_token`.
+
+        Args:
+            logits: ``[vocabulary]``.
+            stats: The answer's, with its share of what was read and moved.
+            seconds: Its share of the time.
+        """
+        assert self._held is not None
+        self._held.whole = True
+        self._computed += 1
+        self._waves = []
+        self.stats = stats
+        self._pending = _Pending(logits, seconds)
+
+    # ---- a pass of its own
+
+    def _begin(self) -> None:
+        decoder = self.decoder
+        self._held = decoder.take_cache(self._known)
+        reused = self._computed = len(self._held.tokens)
+        self.stats = decoder.begin_stats(self._prompt, reused, self._settings.seed)
+        parts = decoder.parts(self._history[:, reused:], self._prompt)
+        self._waves = decoder.waves(parts)
+        decoder.choose_copies(self._held, parts, self._prompt)
+        self._progress(reused, self._prompt)
+
+    def _compute(self) -> bool:
+        """Compute the next pass; returns whether a token can be drawn then."""
+        held, decoder = self._held, self.decoder
+        assert held is not None
+        decoder.meter.start()
+        begun = time.perf_counter()
+        chunks = self._waves.pop(0)
+        held.whole = False
+        if self._computed < self._prompt:
+            logits, held.cache = decoder.advance(
+                chunks,
+                held.cache,
+                partial(_advanced, self._progress, self._computed, self._prompt),
+                partial(_layer_passed, held, self._computed),
+                partial(_part_ended, held, self._computed),
+            )
+        else:
+            logits, held.cache = decoder.step(chunks[0], held.cache)
+        self._computed += sum(chunk.shape[1] for chunk in chunks)
+        held.whole = True
+        self.stats = decoder.meter.add(self.stats)
+        decoder.stats = self.stats
+        if self._waves:
+            return False
+        self._pending = _Pending(logits, time.perf_counter() - begun)
+        return True
+
+    def _draw(self) -> Step:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        begun = time.perf_counter()
+        chosen = self._chooser.choose(self._history, pending.logits.cpu())
+        now = time.perf_counter()
+        self._first = self._first or now
+        self._drawn += 1
+        self.decoder.token_done(pending.seconds + now - begun)
+        self.stats = self.decoder.stats = replace(
+            self.stats,
+            output_tokens=self._drawn,
+            ttft_s=self._first - self._started,
+            tpot_s=(now - self._first) / (self._drawn - 1) if self._drawn > 1 else 0.0,
+            busy_s=now - self._started,
+        )
+        last = self._drawn == self._settings.limit
+        step = self._text.step(chosen, complete=self._chooser.complete, last=last)
+        if step.finish_reason is None:
+            latest = torch.tensor([[step.token_id]])
+            self._waves = [[latest]]
+            self._history = torch.cat([self._history, latest], dim=1)
+            self._known.append(step.token_id)
+        return step
+
+
+def _part_ended(held: CachedTokens, before: int, done: int) -> None:
+    held.reached(before + done)
+
+
+def _layer_passed(held: CachedTokens, before: int, number: int, done: int) -> None:
+    held.layer_reached(number, before + done)
+
+
+def _advanced(progress: Callable[[int, int], None], before: int, prompt: int, done: int) -> None:
+    progress(before + done, prompt)
