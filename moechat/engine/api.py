@@ -31,6 +31,7 @@ from moechat.engine.prompt import Message, Prompt, PromptEncoder
 from moechat.engine.recovery import PassRunner
 from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
+from moechat.engine.together import compute_together
 from moechat.errors import StoreDamagedError, UsageError
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
@@ -550,7 +551,7 @@ class Engine:
             raise UsageError("an answer is there twice", hint="give each answer once")
         if any(answer.decoder is not self.decoder for answer in answers):
             raise UsageError(f"an answer is not one of this engine ({self.name})")
-        self.decoder.compute_together(answers)
+        compute_together(self.decoder, answers)
 
 
 def _tokens_only(steps: Answer) -> Iterator[Step]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from moechat.engine.answer import AnswerText
 from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
-from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import CachedTokens, PromptCache
@@ -37,6 +35,7 @@ class Decoder:
         vocabulary: Rows of the embedding.
         grammars: Makes the masks of grammars.
         meter: Reads the counters of experts and link.
+        passes: Runs the model.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Decoder:
         self.stop_tokens = stop_tokens
         self.prompt_cache = PromptCache(passes.loaded.conversations)
         self.cached_tokens = 0
-        self._passes = passes
+        self.passes = passes
         self.meter = meter
         self._tokenizer = tokenizer
         self._one_pass_noted = False
@@ -65,7 +64,7 @@ class Decoder:
 
     def new_cache(self) -> Any:
         """An empty attention cache; ``None`` where the model makes its own, and after closing."""
-        loaded = self._passes.loaded
+        loaded = self.passes.loaded
         return None if loaded.model is None else loaded.cache.new(loaded.model.config, loaded.plan.context)
 
     def parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
@@ -75,13 +74,13 @@ class Decoder:
             ids: int64 ``[1, tokens]``.
             prompt: Tokens of the whole prompt, those that the cache holds included.
         """
-        loaded = self._passes.loaded
+        loaded = self.passes.loaded
         if prompt <= loaded.cache.appendable:
             return list(torch.split(ids, loaded.chunk, dim=1))
         note = loaded.cache.note_of_one_pass(prompt)
         if prompt > loaded.chunk and note and not self._one_pass_noted:
             self._one_pass_noted = True
-            self._passes.notes.append(note)
+            self.passes.notes.append(note)
         return [ids]
 
     def waves(self, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -89,7 +88,7 @@ class Decoder:
 
         A last pass of one token stays alone: it is computed like a decoded one.
         """
-        loaded = self._passes.loaded
+        loaded = self.passes.loaded
         count = loaded.plan.wave // loaded.chunk
         if loaded.near is None or count < 2 or loaded.chunk < 2:
             return [[part] for part in parts]
@@ -118,7 +117,7 @@ class Decoder:
         """
         total, done = sum(chunk.shape[1] for chunk in chunks), 0
         if len(chunks) > 1:
-            output = self._passes.run_wave(
+            output = self.passes.run_wave(
                 chunks,
                 cache,
                 tick=lambda share: computed(int(share * total)),
@@ -151,7 +150,7 @@ class Decoder:
         Raises:
             MoechatError: As :meth:`PassRunner.run`.
         """
-        output = self._passes.run(ids, past_key_values=cache, use_cache=True, **self._last_only)
+        output = self.passes.run(ids, past_key_values=cache, use_cache=True, **self._last_only)
         return output.logits[0, -1], output.past_key_values
 
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
@@ -170,10 +169,10 @@ class Decoder:
         Returns:
             float32 ``[tokens, vocabulary]``.
         """
-        parts, loaded = self.parts(ids, ids.shape[1]), self._passes.loaded
+        parts, loaded = self.parts(ids, ids.shape[1]), self.passes.loaded
         if len(parts) == 1 and loaded.cache.bits == PLAIN_KV_BITS:
             # Without a cache: it would hold just what the pass computes with anyway.
-            result: torch.Tensor = self._passes.run(ids, use_cache=False).logits[0].cpu().float()
+            result: torch.Tensor = self.passes.run(ids, use_cache=False).logits[0].cpu().float()
             return result
         if loaded.accelerator is not None:
             self.prompt_cache.drop()  # the plan reserves a GPU's memory for one cache
@@ -191,12 +190,12 @@ class Decoder:
         for chunks in self.waves(parts):
             output = None
             if len(chunks) > 1:
-                output = self._passes.run_wave(chunks, cache, tick=lambda _: None, each=take)
+                output = self.passes.run_wave(chunks, cache, tick=lambda _: None, each=take)
             if output is not None:
                 done += sum(part.shape[1] for part in chunks)
                 continue
             for part in chunks:
-                output = self._passes.run(part, past_key_values=cache, use_cache=True)
+                output = self.passes.run(part, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 take(0, output)
                 done += part.shape[1]
@@ -210,7 +209,7 @@ class Decoder:
 
     def take_cache(self, prompt: list[int]) -> CachedTokens:
         """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
-        held = self.prompt_cache.take(prompt, self._passes.loaded.cache.appendable)
+        held = self.prompt_cache.take(prompt, self.passes.loaded.cache.appendable)
         if held.cache is None:
             held.cache = self.new_cache()
         return held
@@ -234,7 +233,7 @@ class Decoder:
 
     def choose_copies(self, held: CachedTokens, parts: list[torch.Tensor], prompt: int) -> None:
         """Choose at which ends of the parts of a prompt states are copied."""
-        loaded = self._passes.loaded
+        loaded = self.passes.loaded
         ends, end = [], len(held.tokens)
         for part in parts if prompt <= loaded.cache.appendable else ():
             end += part.shape[1]
@@ -244,7 +243,7 @@ class Decoder:
 
     def token_done(self, seconds: float) -> None:
         """Count a token, which took so long."""
-        upkeep = self._passes.loaded.upkeep
+        upkeep = self.passes.loaded.upkeep
         if upkeep is not None:
             upkeep.step(seconds)
 
@@ -256,7 +255,7 @@ class Decoder:
             tokens: Tokens that were computed.
             prompt: Tokens of the prompt.
         """
-        loaded = self._passes.loaded
+        loaded = self.passes.loaded
         if loaded.upkeep is not None:
             loaded.upkeep.answer_done()
         if held.cache is not None and loaded.model is not None:
@@ -265,47 +264,3 @@ class Decoder:
             self.cached_tokens = self.prompt_cache.tokens
         else:
             self.prompt_cache.give_up()
-
-    def compute_together(self, answers: Sequence[Answer]) -> None:
-        """Compute the next tokens' passes of several answers in as few passes as possible.
-
-        Advancing an answer then only draws its token, which is the one that it would draw alone. Answers
-        whose next pass is one of a prompt are left alone; so are all where the model cannot do it.
-
-        Args:
-            answers: Of this decoder; none twice.
-
-        Raises:
-            MoechatError: As :meth:`PassRunner.run`; all answers of the pass are closed then.
-        """
-        ready = [(answer, token) for answer in answers if (token := answer.next_token) is not None]
-        most = self._passes.most_together
-        for begin in range(0, len(ready) if most else 0, max(1, most)):
-            group = ready[begin : begin + most]
-            if len(group) < 2 or not self._compute_group(group):
-                return
-
-    def _compute_group(self, group: list[tuple[Answer, int]]) -> bool:
-        """Compute a pass for a token of each answer; returns whether that is possible."""
-        answers = [answer for answer, _ in group]
-        self.meter.start()
-        begun = time.perf_counter()
-        for answer in answers:
-            answer.begin_pass()
-        try:
-            rows = self._passes.run_together(
-                [token for _, token in group], [answer.cache for answer in answers]
-            )
-        except BaseException:
-            for answer in answers:
-                answer.close()
-            raise
-        if rows is None:
-            for answer in answers:
-                answer.give_back()
-            return False
-        seconds = (time.perf_counter() - begun) / len(group)
-        shares = self.meter.add_shares([answer.stats for answer in answers])
-        for answer, row, stats in zip(answers, rows, shares, strict=True):
-            answer.take(row, stats, seconds)
-        return True

@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
+from moechat.engine.decoder import Decoder
 from moechat.engine.stats import Stats
 from moechat.models.prompt_cache import CachedTokens
 from moechat.steps import Step
-
-if TYPE_CHECKING:
-    from moechat.engine.decoder import Decoder
 
 
 @dataclass

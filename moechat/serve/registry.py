@@ -28,12 +28,14 @@ class RunningServer:
         url: Its address, without a path.
         model: As it was named at the start; empty: all of the library.
         started: When its process started, in seconds since 1970; tells it from later ones with its number.
+        socket: Path of the socket through which programs of this user can use its engine; empty: none.
     """
 
     pid: int
     url: str
     model: str
     started: float
+    socket: str = ""
 
     @property
     def lives(self) -> bool:
@@ -48,14 +50,14 @@ class RunningServer:
 
 
 @contextmanager
-def registered(url: str, model: str | None) -> Iterator[None]:
-    """List this process as a server, until the end of the block.
+def registered(url: str, model: str | None, socket: str = "") -> Iterator[None]:
+    """List this process as a server, until the end of the block; see :class:`RunningServer`.
 
     A directory that cannot be written is no error: the server is only not listed then.
     """
     process = psutil.Process()
-    server = RunningServer(process.pid, url, model or "", process.create_time())
-    path = _directory() / f"{server.pid}.json"
+    server = RunningServer(process.pid, url, model or "", process.create_time(), socket)
+    path = servers_directory() / f"{server.pid}.json"
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path, mode=0o600) as file:
@@ -70,7 +72,7 @@ def registered(url: str, model: str | None) -> Iterator[None]:
 def running_servers() -> list[RunningServer]:
     """All servers of this user that run, the oldest first; files of others are removed."""
     found = []
-    for path in sorted(_directory().glob("*.json")):
+    for path in sorted(servers_directory().glob("*.json")):
         server = _read(path)
         if server is not None and server.lives:
             found.append(server)
@@ -85,12 +87,17 @@ def _read(path: Path) -> RunningServer | None:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
             values = json.loads(file.read(_MOST_BYTES))
         server = RunningServer(
-            int(values["pid"]), str(values["url"]), str(values["model"]), float(values["started"])
+            int(values["pid"]),
+            str(values["url"]),
+            str(values["model"]),
+            float(values["started"]),
+            str(values.get("socket", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return server if server.pid > 1 else None
 
 
-def _directory() -> Path:
+def servers_directory() -> Path:
+    """Where the files and sockets of this user's servers are."""
     return user_paths().state / "servers"

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moechat.errors import UsageError
 from moechat.serve.app import make_app
 from moechat.serve.counters import Counters
+from moechat.serve.engine_routes import EngineRoutes
 from moechat.serve.guard import MOST_HEADER_BYTES
 from moechat.serve.machine_state import StateReader
 from moechat.serve.offered_models import OfferedModels
@@ -64,12 +65,22 @@ class Server:
         settings: Of the server.
         models: That it offers.
         first: The model that is loaded at once; ``None``: none.
+        private: A socket for programs of the same user, which get the engine itself; ``None``: none.
+        options: The options that models are loaded with, see ``LoadOptions.given``.
 
     Raises:
         UsageError: The address cannot be used.
     """
 
-    def __init__(self, settings: ServeSettings, models: OfferedModels, first: str | None) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        models: OfferedModels,
+        first: str | None,
+        *,
+        private: socket.socket | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.settings = settings
         self._first = first
         self._counters = Counters()
@@ -103,6 +114,18 @@ class Server:
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._uvicorn = _Uvicorn(config)
+        self._private = private
+        self._private_uvicorn = _Uvicorn(
+            uvicorn.Config(
+                EngineRoutes(self.worker, options or {}).app(),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
 
     @property
     def url(self) -> str:
@@ -153,6 +176,7 @@ class Server:
             loop.add_signal_handler(number, end, number)
         self.worker.start(self._first)
         serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
+        serving_privately = asyncio.ensure_future(self._serve_privately())
         while not self._uvicorn.started and not serving.done():
             await asyncio.sleep(0.01)
         if not serving.done():
@@ -162,7 +186,13 @@ class Server:
         self._feed.close()
         # Answers end before the connections do, so that clients are told.
         await asyncio.to_thread(self.worker.close, _GRACE_S)
+        self._private_uvicorn.should_exit = True
         await serving
+        await serving_privately
+
+    async def _serve_privately(self) -> None:
+        if self._private is not None:
+            await self._private_uvicorn.serve([self._private])
 
     def _on_failed(self, error: Exception) -> None:
         self._error = error

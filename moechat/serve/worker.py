@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from moechat.errors import DeviceLostError, StoreDamagedError
 from moechat.reply_formats.thinking import prompt_end
@@ -22,6 +23,8 @@ from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerBusyE
 
 if TYPE_CHECKING:
     from moechat import Answer, Engine, Step
+
+_R = TypeVar("_R")
 
 # Seconds between two calls of Engine.idle while nothing is asked.
 _IDLE_S = 1.0
@@ -85,7 +88,7 @@ class Worker:
         loading: What is loaded now, and its share, for ``/health``; ``None``: nothing.
     """
 
-    # _waiting, _closing and _woken are guarded by _changed. All else of the model is the thread's
+    # _waiting, _calls, _closing and _woken are guarded by _changed. All else of the model is the thread's
     # own; `loaded`, `loading`, `active`, `drawn` and `prompt` are single values that others may read.
     def __init__(
         self,
@@ -114,6 +117,7 @@ class Worker:
         self._on_pause = on_pause
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[Engine | None], Any]]] = deque()
         self._closing = False
         self._first: str | None = None
         self._woken = False
@@ -159,6 +163,23 @@ class Worker:
         """The model; for reading statistics only."""
         return self._engine
 
+    def call(self, function: Callable[[Engine | None], _R]) -> Future[_R]:
+        """Run a function in the thread between two tokens or parts of prompts; it should be quick.
+
+        Args:
+            function: Gets the model; ``None``: none is loaded now.
+
+        Raises:
+            ServerClosingError: The server ends.
+        """
+        future: Future[_R] = Future()
+        with self._changed:
+            if self._closing:
+                raise ServerClosingError("the server is shutting down")
+            self._calls.append((future, function))
+            self._changed.notify()
+        return future
+
     def wake(self) -> None:
         """Call ``on_pause`` soon, also if there is no work."""
         with self._changed:
@@ -185,6 +206,7 @@ class Worker:
             self._load_first()
             while not self._closing:
                 self._admit()
+                self._answer_calls()
                 self._pause_s = self._on_pause(self)
                 if self._answers:
                     self._advance_all()
@@ -196,12 +218,26 @@ class Worker:
             with self._changed:
                 self._closing = True
                 left, self._waiting = list(self._waiting), deque()
+                calls, self._calls = list(self._calls), deque()
             reason = ServerClosingError("the server is shutting down")
             for answer in list(self._answers):
                 self._end(answer, reason)
             for job in left:
                 job.tell(Failed(reason))
+            for future, _ in calls:
+                future.set_exception(reason)
             self._unload()
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            with self._changed:
+                future, function = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
 
     def _load_first(self) -> None:
         if self._first is None:
@@ -257,6 +293,7 @@ class Worker:
                 raise _GivenUp
             job.tell(Prefilled(done, total))
             self.prompt = (done, total) if done < total else None
+            self._answer_calls()
             self._on_pause(self)
 
         steps = engine.generate_in_turns(ids, progress=progress, **options)
@@ -346,13 +383,13 @@ class Worker:
         if engine is not None:
             engine.idle()
         with self._changed:
-            if self._closing or self._waiting or self._woken:
+            if self._closing or self._waiting or self._woken or self._calls:
                 self._woken = False
                 return
             pauses = (None if engine is None else _IDLE_S, self._pause_s)
             self._changed.wait(min((pause for pause in pauses if pause is not None), default=None))
             self._woken = False
-            if self._waiting or self._closing:
+            if self._waiting or self._closing or self._calls:
                 return
         unused = time.time() - self.last_used
         if engine is not None and self._keep_alive_s is not None and unused >= self._keep_alive_s:
@@ -370,6 +407,7 @@ class Worker:
             if self._closing:
                 raise ServerClosingError("the server is shutting down")
             self.loading = (name, what, share)
+            self._answer_calls()
             self._on_pause(self)
 
         try:

@@ -17,6 +17,7 @@ from moechat.chat.reply import Reply
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.output import can_redraw
+from moechat.cli.commands.loaded_model import loaded_by_a_server
 from moechat.cli.commands.prompt_input import read_files, read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.tokenizer_check import require_tokenizer
@@ -194,14 +195,16 @@ def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
         if options.verbose:
             _describe(remote)
         return remote
+    if not (options.no_daemon or options.tune):
+        elsewhere = loaded_by_a_server(options)
+        if elsewhere is not None:
+            _require_template(elsewhere, options)
+            if options.verbose:
+                _describe(elsewhere)
+            return elsewhere
     engine = _load(options)
     try:
-        if not options.completion and not engine.has_chat_template:
-            raise UsageError(
-                f"{engine.name} has no chat template: it was not made for chats",
-                hint=f"continue a text instead: moechat run {shlex.quote(options.model)} --completion "
-                '"Once upon a time"',
-            )
+        _require_template(engine, options)
         _tune(engine, options, chat=chat)
         if options.verbose:
             _describe(engine)
@@ -209,6 +212,15 @@ def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
         engine.close()
         raise
     return engine
+
+
+def _require_template(engine: ChatEngine, options: RunOptions) -> None:
+    if not options.completion and not engine.has_chat_template:
+        raise UsageError(
+            f"{engine.name} has no chat template: it was not made for chats",
+            hint=f"continue a text instead: moechat run {shlex.quote(options.model)} --completion "
+            '"Once upon a time"',
+        )
 
 
 def _load(options: RunOptions) -> Engine:

@@ -106,6 +106,13 @@ class RunOptions(PlaceOptions):
     concurrency: Annotated[
         int, option("N", "With --remote and --jsonl: prompts that are answered at a time.")
     ] = 4
+    no_daemon: Annotated[
+        bool,
+        flag(
+            "Load the model here, also where a server (`moechat serve`) of yours has it in memory.",
+            "--no-daemon",
+        ),
+    ] = False
     system_prompt: Annotated[str | None, option("TEXT", "System prompt, before the conversation.")] = None
     completion: Annotated[
         bool, flag("Continue the prompt as it is, without the chat template.", "--completion")

@@ -38,7 +38,8 @@ def serve(options: ServeCommand) -> int:
         logging.getLogger("moechat.serve").setLevel(logging.INFO)
     import_engine()
     from moechat.serve.offered_models import OfferedModels
-    from moechat.serve.registry import registered
+    from moechat.serve.private_socket import private_socket
+    from moechat.serve.registry import registered, servers_directory
     from moechat.serve.server import Server
 
     load = {**options.load_options.given}
@@ -50,14 +51,18 @@ def serve(options: ServeCommand) -> int:
             for notice in engine.notices():
                 print_notice(notice)
 
-    server = Server(settings, OfferedModels(options.model, load, loaded), options.model)
+    offered = OfferedModels(options.model, load, loaded)
 
     def ready() -> None:
         if not options.quiet:
             print_notice(f"listening on {server.url}/v1, page at {server.url}/; Ctrl-C ends the server")
 
-    with registered(server.url, options.model):
-        server.run(ready)
+    with private_socket(servers_directory()) as private:
+        given = options.load_options.given
+        server = Server(settings, offered, options.model, private=private, options=given)
+        path = "" if private is None else str(private.getsockname())
+        with registered(server.url, options.model, path):
+            server.run(ready)
     return 0
 
 

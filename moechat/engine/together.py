@@ -1,0 +1,56 @@
+"""Computes the next tokens of several answers in one pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from moechat.engine.decoder import Decoder
+from moechat.engine.running_answer import Answer
+
+
+def compute_together(decoder: Decoder, answers: Sequence[Answer]) -> None:
+    """Compute the next tokens' passes of several answers in as few passes as possible.
+
+    Advancing an answer then only draws its token, which is the one that it would draw alone. Answers whose
+    next pass is one of a prompt are left alone; so are all where the model cannot do it.
+
+    Args:
+        decoder: Of all answers.
+        answers: None twice.
+
+    Raises:
+        MoechatError: As :meth:`PassRunner.run`; all answers of the pass are closed then.
+    """
+    ready = [(answer, token) for answer in answers if (token := answer.next_token) is not None]
+    most = decoder.passes.most_together
+    for begin in range(0, len(ready) if most else 0, max(1, most)):
+        group = ready[begin : begin + most]
+        if len(group) < 2 or not _compute_group(decoder, group):
+            return
+
+
+def _compute_group(decoder: Decoder, group: list[tuple[Answer, int]]) -> bool:
+    """Compute a pass for a token of each answer; returns whether that is possible."""
+    answers = [answer for answer, _ in group]
+    decoder.meter.start()
+    begun = time.perf_counter()
+    for answer in answers:
+        answer.begin_pass()
+    try:
+        rows = decoder.passes.run_together(
+            [token for _, token in group], [answer.cache for answer in answers]
+        )
+    except BaseException:
+        for answer in answers:
+            answer.close()
+        raise
+    if rows is None:
+        for answer in answers:
+            answer.give_back()
+        return False
+    seconds = (time.perf_counter() - begun) / len(group)
+    shares = decoder.meter.add_shares([answer.stats for answer in answers])
+    for answer, row, stats in zip(answers, rows, shares, strict=True):
+        answer.take(row, stats, seconds)
+    return True

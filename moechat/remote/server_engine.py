@@ -1,0 +1,281 @@
+"""The engine of a server of the same user, over its private socket: the same answers as from one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from moechat import errors
+from moechat.errors import MoechatError, NoModelError
+from moechat.steps import Step, TokenLogprob
+
+# Seconds in which a server tells what it has loaded; one that computes a long pass takes longer.
+_ASK_S = 2.0
+_SIZE = re.compile("\0([0-9.e+-]+)\0")
+
+
+class _Stats(SimpleNamespace):
+    """Measurements of the last answer; the fields of :class:`moechat.Stats`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class ServerMap:
+    """Where every expert is, as :class:`moechat.offload.expert_map.ExpertMap`."""
+
+    layers: tuple[int, ...]
+    places: tuple[str, ...]
+    uses: tuple[str, ...]
+    blocks: int
+    numbers: Mapping[str, int]
+
+    def counts(self) -> dict[str, int]:
+        """Number of experts in each place."""
+        return dict(self.numbers)
+
+
+class _Sampling(SimpleNamespace):
+    """The model's own sampling settings."""
+
+    def override(self, **given: float | None) -> _Sampling:
+        """These settings with some replaced."""
+        changed = {name: value for name, value in given.items() if value is not None}
+        return _Sampling(**{**vars(self), **changed})
+
+
+@dataclass(frozen=True)
+class _Description:
+    """Facts about the model; as :class:`moechat.Description`."""
+
+    facts: Mapping[str, Any]
+    marked: Sequence[tuple[str, str]]
+
+    def rows(self, size: Callable[[float], str]) -> list[tuple[str, str]]:
+        """Names and values for people."""
+        return [(name, _SIZE.sub(lambda found: size(float(found[1])), text)) for name, text in self.marked]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(self.facts)
+
+
+def ask_server(socket: str) -> dict[str, Any] | None:
+    """What the server behind a socket has loaded; ``None`` if it does not tell in time, or has nothing.
+
+    Args:
+        socket: Path of its private socket.
+    """
+    with closing(_client(socket, _ASK_S)) as http:
+        try:
+            response = http.get("/engine")
+            found = response.json() if response.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return None
+    return found if isinstance(found, dict) and isinstance(found.get("model"), str) else None
+
+
+class ServerEngine:
+    """A model that a server of this user has loaded, with what a chat needs of an engine.
+
+    Args:
+        socket: Path of the server's private socket.
+        facts: From :func:`ask_server`.
+
+    Attributes:
+        name: Of the model.
+        context_length: Tokens.
+        has_chat_template: Whether it takes messages.
+        stats: Of the last answer.
+        tuning: ``None``: the server tunes its plans.
+    """
+
+    tuning = None
+
+    def __init__(self, socket: str, facts: Mapping[str, Any]) -> None:
+        self.name = str(facts["name"])
+        self.context_length = int(facts["context_length"])
+        self.has_chat_template = bool(facts["has_chat_template"])
+        self.stats = _Stats(output_tokens=0, pages=0)
+        self._facts = facts
+        self._http = _client(socket, None)
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def sampling(self) -> Any:
+        """The model's own settings."""
+        return _Sampling(**self._facts["sampling"])
+
+    def close(self) -> None:
+        """Close the connections; the model stays loaded."""
+        self._http.close()
+
+    def describe(self) -> _Description:
+        """Facts about the model."""
+        rows = [(str(name), str(text)) for name, text in self._facts["rows"]]
+        return _Description(self._facts["description"], rows)
+
+    def expert_map(self) -> ServerMap:
+        """Where every expert is."""
+        found = self._ask("GET", "/engine/map")
+        layers, places, uses = (tuple(found[name]) for name in ("layers", "places", "uses"))
+        return ServerMap(layers, places, uses, int(found["blocks"]), found["counts"])
+
+    def idle(self) -> None:
+        """Nothing to do: the server does it."""
+
+    def notices(self) -> list[str]:
+        """Nothing to tell: the server tells it."""
+        return []
+
+    def token_text(self, token: int) -> str:
+        """One token as text; see ``Engine.token_text``."""
+        self._learn([token])
+        return self._texts[token]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token; see ``Engine.token_bytes``."""
+        self._learn([token])
+        return self._bytes[token]
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a text or of messages; see ``Engine.encode``."""
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"prompt": asked, "template_options": dict(template_options or {})}
+        tokens: list[int] = self._ask("POST", "/engine/encode", body)["tokens"]
+        self._learn(tokens[-_END_TOKENS:])
+        return tokens
+
+    def generate(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        grammar: Any = None,
+        **options: Any,
+    ) -> Iterator[Step]:
+        """Generate an answer; arguments, result and errors as for ``Engine.generate``.
+
+        The request waits for its turn where the server answers others.
+        """
+        tokens = list(prompt)
+        if isinstance(prompt, str) or not all(isinstance(token, int) for token in tokens):
+            tokens = self.encode(prompt)
+        given = {name: value for name, value in options.items() if value is not None}
+        if grammar is not None:
+            given["grammar"] = asdict(grammar)
+        body = {"model": self._facts["model"], "tokens": tokens, "options": given}
+        events = self._events(body)
+        # The first event tells whether the prompt is accepted: errors are raised here, as the engine does.
+        first = next(events, None)
+        return self._steps(first, events, progress or (lambda _done, _total: None))
+
+    def _steps(
+        self, first: Any, events: Iterator[dict[str, Any]], progress: Callable[[int, int], None]
+    ) -> Iterator[Step]:
+        with closing(events):  # type: ignore[type-var]
+            ended = first is None
+            for event in events:
+                if "prefilled" in event:
+                    progress(*event["prefilled"])
+                elif "step" in event:
+                    yield _step(event["step"])
+                elif "stats" in event:
+                    self.stats = _Stats(**event["stats"])
+                    ended = True
+            if not ended:
+                raise MoechatError(
+                    "the server ended in the middle of the answer", hint="run the same command again"
+                )
+
+    def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            with self._http.stream("POST", "/engine/generate", json=body) as response:
+                if not response.is_success:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    event = json.loads(line)
+                    if "error" in event:
+                        raise _error(event["error"])
+                    yield event
+        except httpx.HTTPError as error:
+            raise _lost(error) from None
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Ask for the texts of tokens that are not known yet."""
+        new = sorted({token for token in tokens if token not in self._texts})
+        if new:
+            found = self._ask("POST", "/engine/texts", {"tokens": new})
+            self._texts |= zip(new, found["texts"], strict=True)
+            self._bytes |= zip(new, map(bytes.fromhex, found["bytes"]), strict=True)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise _lost(error) from None
+        if not response.is_success:
+            raise _refusal(response)
+        found: dict[str, Any] = response.json()
+        return found
+
+
+# Tokens at the end of a prompt whose texts are asked for, to see whether it opens a thought.
+_END_TOKENS = 16
+
+
+def _client(socket: str, timeout: float | None) -> httpx.Client:
+    # No time-out for answers: the request may wait behind others, and the server cannot be half connected.
+    return httpx.Client(
+        transport=httpx.HTTPTransport(uds=socket), base_url="http://localhost", timeout=timeout
+    )
+
+
+def _step(found: Mapping[str, Any]) -> Step:
+    top = tuple(TokenLogprob(int(token), float(value)) for token, value in found.get("top_logprobs", ()))
+    return Step(
+        found["text"],
+        found["token_id"],
+        found.get("finish_reason"),
+        found.get("stop"),
+        found.get("logprob"),
+        top,
+    )
+
+
+def _lost(error: Exception) -> MoechatError:
+    return NoModelError(
+        f"the server that has the model is gone: {errors.one_line(error) or type(error).__name__}",
+        hint="run the same command again; it then loads the model itself",
+    )
+
+
+def _refusal(response: httpx.Response) -> MoechatError:
+    try:
+        return _error(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return MoechatError(f"the server answers with status {response.status_code}")
+
+
+def _error(found: Mapping[str, Any]) -> MoechatError:
+    """The error that the server's engine raised."""
+    kind = getattr(errors, str(found.get("class")), MoechatError)
+    if not (isinstance(kind, type) and issubclass(kind, MoechatError)):
+        kind = MoechatError
+    return kind(str(found.get("message")), hint=found.get("hint"))
