@@ -31,6 +31,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             if name not in ("MOECHAT_ISA", "MOECHAT_PYTHON"):
                 patch.delenv(name)
         patch.setenv("MOECHAT_HOME", str(tmp_path_factory.mktemp("moechat-home")))
+        patch.setenv("MOECHAT_NO_DAEMON", "1")  # else tests would use the servers of others
         yield
 
 
