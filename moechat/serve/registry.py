@@ -70,15 +70,16 @@ def registered(url: str, model: str | None, socket: str = "") -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """All servers of this user that run, the oldest first; files of others are removed."""
+    """All servers of this user that run, the oldest first; files of others, and their sockets, are removed."""
     found = []
     for path in sorted(servers_directory().glob("*.json")):
         server = _read(path)
         if server is not None and server.lives:
             found.append(server)
         else:
-            with suppress(OSError):
-                path.unlink()
+            for left in (path, path.with_suffix(".sock")):
+                with suppress(OSError):
+                    left.unlink()
     return sorted(found, key=lambda server: server.started)
 
 

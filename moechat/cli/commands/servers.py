@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -132,6 +130,9 @@ def stop_servers(pid: int | None, *, every: bool, quiet: bool) -> int:
 
 def _health(url: str) -> dict[str, Any]:
     """What a server tells about itself; empty if it does not answer."""
+    import urllib.error
+    import urllib.request
+
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=_ANSWER_S) as answer:
             found = json.loads(answer.read(1 << 16))
