@@ -70,7 +70,7 @@ def registered(url: str, model: str | None, socket: str = "") -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """All servers of this user that run, the oldest first; files of others, and their sockets, are removed."""
+    """All servers of this user that run, the oldest first; what others have left there is removed."""
     found = []
     for path in sorted(servers_directory().glob("*.json")):
         server = _read(path)
