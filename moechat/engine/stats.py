@@ -26,8 +26,9 @@ class Stats:
         tpot_s: Mean seconds for each token after the first; 0 before the second.
         expert_activations: (token, layer, expert) triples computed.
         expert_bytes: Bytes of expert blocks read by the kernels.
-        hits_full: Experts that a token of the answer needed and that were wholly resident. This field and
-            those up to ``link_busy_s`` are 0 where experts are mapped: all are in memory, and none is cached.
+        hits_full: Experts that a token of the answer needed and that were wholly resident; in a pass that
+            several answers share, the answer's share of the experts of the pass. This field and those up to
+            ``link_busy_s`` are 0 where experts are mapped: all are in memory, and none is cached.
         hits_prefetched: Needed experts whose missing blocks a prefetch had moved or was moving.
         hits_top: Needed experts that were resident in part; the rest was fetched on demand.
         misses: Needed experts that were fetched on demand as a whole.
@@ -138,6 +139,13 @@ class Meter:
         "stall_s": ("stall_seconds",),
         "link_busy_s": ("link_busy_seconds",),
     }
+    # Counted apart by passes of several tokens. They are hits of answers if the tokens are several answers'.
+    _SHARED: Mapping[str, str] = {
+        "hits_full": "prefill_hits_full",
+        "hits_prefetched": "prefill_hits_prefetch",
+        "hits_top": "prefill_hits_top",
+        "misses": "prefill_hits_miss",
+    }
 
     def __init__(self, near: ExpertTier | None, counters: ExpertCounters) -> None:
         self._counters = counters
@@ -161,20 +169,27 @@ class Meter:
 
     def add(self, stats: Stats) -> Stats:
         """The statistics, with everything since the last call added."""
-        return self.add_shares([stats])[0]
+        return self._divided(self._gain(), [stats])[0]
 
     def add_shares(self, answers: Sequence[Stats]) -> list[Stats]:
         """The statistics of several answers, with everything since the last call divided equally among them.
 
-        The sums over the answers are exact.
+        The sums over the answers are exact. REQUIRES: since then passes had a token of each answer.
         """
-        gained, count = self._gain(), len(answers)
+        gained = self._gain()
+        for key, shared in self._SHARED.items():
+            gained[key] = gained.get(key, 0) + gained.get(shared, 0)
+        return self._divided(gained, answers)
+
+    def _divided(self, gained: Mapping[str, Any], answers: Sequence[Stats]) -> list[Stats]:
+        count = len(answers)
         found = []
         for place, stats in enumerate(answers):
             values = {
                 key: getattr(stats, key)
                 + (value // count + (place < value % count) if isinstance(value, int) else value / count)
                 for key, value in gained.items()
+                if key not in self._SHARED.values()
             }
             found.append(replace(stats, pages_peak=self._pages_peak, **values))
         return found
@@ -199,6 +214,7 @@ class Meter:
             self._pages_peak = int(native["pages_peak"])
             counts["shared_bytes"] = int(native["blocks_far"] * native["page_bytes"])
             counts |= {key: sum(native[name] for name in names) for key, names in self._SAME.items()}
+            counts |= {name: native[name] for name in self._SHARED.values()}
             # They move at the priority of prefetches. Their counter runs behind the link's.
             counts["preloaded_bytes"] = int(native["preloaded"] * native["page_bytes"])
             counts["prefetch_bytes"] = max(0, counts["prefetch_bytes"] - counts["preloaded_bytes"])

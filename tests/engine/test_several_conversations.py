@@ -99,6 +99,16 @@ def test_what_a_shared_pass_reads_is_divided_among_its_answers(engine: Engine) -
     advance_together(engine, running)
     counted = engine.loaded.counters.activations - before
     assert sum(answer.stats.expert_activations for answer in running) == counted
+    accesses = [
+        sum((stats.hits_full, stats.hits_prefetched, stats.hits_top, stats.misses))
+        for stats in (answer.stats for answer in running)
+    ]
+    if engine.loaded.near is None:
+        assert accesses == [0, 0, 0]
+    else:
+        # 5 tokens of each choose 2 experts in 8 layers; those that several chose count once.
+        assert 5 * 8 * 2 <= sum(accesses) <= 3 * 5 * 8 * 2
+        assert min(accesses) > 0
     assert all(answer.stats.output_tokens == 6 for answer in running)
     assert all(answer.stats.tpot_s > 0 for answer in running)
 
