@@ -33,8 +33,8 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"options"}),
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
-    frozenset({"geometry", "reply_formats", "trials"}),
-    frozenset({"atomic_file", "config", "steps", "validation"}),
+    frozenset({"geometry", "history", "reply_formats", "trials"}),
+    frozenset({"atomic_file", "config", "safe_text", "steps", "validation"}),
     frozenset({"errors"}),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

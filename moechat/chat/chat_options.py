@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import UsageError
+from moechat.safe_text import one_line
 from moechat.validation import require_number, require_whole
 
 MODELS_OWN = "the model's own"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moechat.chat.attachments import without_files
 from moechat.chat.chat_options import MODELS_OWN, NAMES, setting_of
 from moechat.chat.commands import help_text, unquoted
-from moechat.chat.conversation import Conversation, title_of, turns_of
-from moechat.chat.history.session_list import format_summary
-from moechat.chat.history.transcript import format_of, read_from, write_as
-from moechat.chat.terminal.safe_text import one_line
 from moechat.chat.text_files import Stamp, path_of, read_text, write_text
 from moechat.errors import SessionsUnavailableError, UsageError
+from moechat.history.attachments import without_files
+from moechat.history.conversation import Conversation, title_of, turns_of
+from moechat.history.session_list import format_summary
+from moechat.history.transcript import format_of, read_from, write_as
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,8 +185,8 @@ class Commands:
         """The conversation in the database that was saved as the loaded one, if there is one."""
         if self._session.sessions is None or not self._session.sessions.exists():
             return None
-        from moechat.chat.history.same_conversation import find_stored
-        from moechat.chat.history.session_database import Sessions
+        from moechat.history.same_conversation import find_stored
+        from moechat.history.session_database import Sessions
 
         try:
             with Sessions(self._session.sessions, existing=True) as sessions:
@@ -253,7 +253,7 @@ class Commands:
             )
         if text and not (text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS):
             raise UsageError(f"{one_line(text)} is no number", hint="/sessions lists conversations")
-        from moechat.chat.history.session_database import Sessions
+        from moechat.history.session_database import Sessions
 
         with Sessions(session.sessions, existing=True) as sessions:
             found = [] if text else sessions.summaries(limit=_LISTED)

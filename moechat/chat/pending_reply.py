@@ -11,8 +11,8 @@ from moechat.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import Generation
-    from moechat.chat.conversation import Conversation
     from moechat.chat.interfaces import ChatEngine
+    from moechat.history.conversation import Conversation
     from moechat.steps import Step
 
 # Least room for an answer, in tokens: a long conversation loses its oldest turns first.

@@ -10,18 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.chat.attachments import attach
 from moechat.chat.command_actions import Commands
 from moechat.chat.commands import parse_line
 from moechat.chat.session import ChatSession
 from moechat.chat.signals import no_more_interrupts, uninterrupted
 from moechat.chat.terminal.reader import PlainReader, Reader, new_reader
 from moechat.errors import DeviceLostError, MoechatError, PromptTooLongError, StoreDamagedError
+from moechat.history.attachments import attach
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import ChatOptions
-    from moechat.chat.conversation import Conversation
     from moechat.chat.interfaces import Models, StatusOutput
+    from moechat.history.conversation import Conversation
 
 
 class Chat:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.chat.conversation import Conversation, Mark, Turn
-from moechat.chat.history.session_recorder import Recorder
 from moechat.chat.pending_reply import start_reply
 from moechat.chat.reply import Reply
+from moechat.chat.session_recorder import Recorder
 from moechat.chat.signals import OneInterrupt, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.errors import DeviceLostError, MoechatError, NoModelError, PromptTooLongError, StoreDamagedError
+from moechat.history.conversation import Conversation, Mark, Turn
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import ChatOptions

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import MoechatError, UsageError
+from moechat.safe_text import one_line
 
 _MAX_BYTES = 64 << 20
 _HINTS = {

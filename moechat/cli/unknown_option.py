@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import UsageError
+from moechat.safe_text import one_line
 
 _MOST = 3
 _LIKENESS = 0.6

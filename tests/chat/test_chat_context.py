@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moechat.chat.chat_options import ChatOptions, Generation
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.session_database import sessions_path
-from moechat.chat.history.session_recorder import resume_conversation
 from moechat.chat.pending_reply import start_reply
 from moechat.chat.repl import Chat
+from moechat.chat.session_recorder import resume_conversation
 from moechat.errors import UsageError
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.session_database import sessions_path
 
 
 def sent_questions(engine: ScriptedEngine) -> list[str]:

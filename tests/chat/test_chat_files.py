@@ -11,10 +11,10 @@ import pytest
 from chat_support import ScriptedEngine, talk, user
 
 from moechat.chat import text_files as files
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.transcript import read_from, write_as
 from moechat.chat.text_files import write_text
 from moechat.errors import MoechatError, UsageError
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.transcript import read_from, write_as
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from chat_support import ScriptedEngine, assistant, talk, user
 
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.session_database import Sessions, sessions_path
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.session_database import Sessions, sessions_path
 
 
 def keep(*questions: str) -> None:

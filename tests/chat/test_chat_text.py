@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moechat.chat.terminal.live_answer import MarkdownAnswer, Rows, cells
 from moechat.chat.terminal.markdown_blocks import Block, BlockSplitter, CodeLine, Unit
-from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
+from moechat.safe_text import encodable, neutralise, one_line
 
 ANSWER = """\
 # Fox & hound

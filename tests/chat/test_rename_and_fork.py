@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chat_support import ScriptedEngine, assistant, talk, user
 
-from moechat.chat.history.session_database import Sessions, sessions_path
+from moechat.history.session_database import Sessions, sessions_path
 
 
 def test_a_title_stays_whatever_is_said_and_undone_later(home: Path) -> None:

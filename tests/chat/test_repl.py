@@ -10,9 +10,9 @@ import pytest
 from chat_support import OneModel, ScriptedEngine, assistant, talk, user
 
 from moechat.chat.commands import COMMANDS
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.session_database import Sessions, sessions_path
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.session_database import Sessions, sessions_path
 
 
 def test_every_prompt_contains_the_whole_conversation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ import pytest
 from places import SUPPORT
 from terminal_support import Terminal
 
-from moechat.chat.history.session_database import Sessions, sessions_path
 from moechat.chat.terminal.input_history import open_history
+from moechat.history.session_database import Sessions, sessions_path
 
 PATIENCE_S = 20
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"

@@ -17,7 +17,7 @@ from places import SUPPORT
 from terminal_support import Terminal
 from test_terminal import PATIENCE_S, ScriptedChat, questions
 
-from moechat.chat.history.session_database import Sessions, sessions_path
+from moechat.history.session_database import Sessions, sessions_path
 
 
 class InShell(ScriptedChat):

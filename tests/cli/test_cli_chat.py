@@ -17,15 +17,15 @@ from cli_support import Cli
 from places import SUPPORT
 
 from moechat.chat.chat_options import ChatOptions
-from moechat.chat.conversation import Conversation
-from moechat.chat.history.session_database import Sessions
-from moechat.chat.history.session_recorder import Recorder
 from moechat.chat.repl import Chat
+from moechat.chat.session_recorder import Recorder
 from moechat.cli.commands.chat_backend import ModelSlot
 from moechat.cli.commands.run import _answer_once
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.main import Terminated
 from moechat.errors import DeviceLostError, ModelNotFoundError, MoechatError, UsageError
+from moechat.history.conversation import Conversation
+from moechat.history.session_database import Sessions
 
 # The editor has given the terminal back, and the model has written something.
 ANSWER_BEGUN = re.escape("\x1b[?2004l") + ".{60}"
@@ -93,8 +93,8 @@ def test_an_answer_to_a_closed_pipe_is_saved(cli: Cli, model: str, tmp_path: Pat
 SINGLE = """
 import sys
 from chat_support import RecordedOutput, ScriptedEngine, ScriptedReader
-from moechat.chat.conversation import Conversation
-from moechat.chat.history.session_recorder import Recorder
+from moechat.history.conversation import Conversation
+from moechat.chat.session_recorder import Recorder
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.run import _answer_once
 text = "# Title\\n\\nsome *slanted* words"

@@ -270,7 +270,7 @@ def test_names_in_the_settings_file_cannot_forge_a_report_line(cli: Cli) -> None
 
 
 def test_unreadable_conversations_are_findings_and_nothing_is_written(cli: Cli) -> None:
-    from moechat.chat.history.session_database import Sessions
+    from moechat.history.session_database import Sessions
 
     path = cli.home / "state" / "sessions.db"
     with Sessions(path):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cli_support import Cli
 
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.session_database import Sessions
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.session_database import Sessions
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import sys
 from chat_support import OneModel, ScriptedEngine
 
 from moechat.chat.chat_options import ChatOptions
-from moechat.chat.history.session_database import sessions_path
-from moechat.chat.history.session_recorder import resume_conversation
 from moechat.chat.repl import Chat
+from moechat.chat.session_recorder import resume_conversation
 from moechat.cli.commands.chat_backend import StderrStatus
 from moechat.cli.main import Terminated, end_on_signals
+from moechat.history.session_database import sessions_path
 
 
 def main() -> int:

@@ -26,9 +26,9 @@ from moechat.chat.commands import COMMANDS
 from moechat.chat.terminal.held_keys import held_keys
 from moechat.chat.terminal.input_history import open_history
 from moechat.chat.terminal.multiline import MORE, PROMPT, is_unfinished
-from moechat.chat.terminal.safe_text import one_line
 from moechat.config import user_paths
 from moechat.hub.library import names_here
+from moechat.safe_text import one_line
 
 _MENU_ROWS = 6
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moechat.atomic_file import replacing
-from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
 from moechat.config import user_paths
+from moechat.safe_text import encodable, neutralise, one_line
 
 # A file larger than the first is cut to the second, so cuts are rare.
 _MAX_BYTES, _BYTES_AFTER_CUT = 1 << 20, 3 << 18

@@ -15,7 +15,7 @@ from typing import TextIO
 from moechat.chat.terminal.markdown import Renderer
 from moechat.chat.terminal.markdown_blocks import BlockSplitter, Unit
 from moechat.chat.terminal.output import write_output
-from moechat.chat.terminal.safe_text import neutralise
+from moechat.safe_text import neutralise
 
 _TAB = "    "
 _VARIATION_16 = "\ufe0f"

@@ -11,7 +11,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from moechat.chat.terminal.markdown_blocks import Block, CodeLine, Fence, Unit, new_parser
-from moechat.chat.terminal.safe_text import neutralise
+from moechat.safe_text import neutralise
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Protocol, TextIO
 
-from moechat.chat.terminal.safe_text import neutralise
 from moechat.errors import MoechatError
+from moechat.safe_text import neutralise
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 _DUMB = ("", "dumb", "unknown")

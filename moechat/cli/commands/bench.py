@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.bench_arguments import BenchCommand
 from moechat.cli.output_file import require_writable
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
@@ -17,6 +16,7 @@ from moechat.cli.terminal.page import READY_REMARK, render_cases
 from moechat.config import user_paths
 from moechat.errors import MoechatError, UsageError
 from moechat.hub.names import resolve
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from moechat import Engine

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.terminal.consoles import neutralise
 from moechat.cli.terminal.load_progress import format_bytes, format_seconds
 from moechat.errors import DoesNotFitError, MoechatError
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from moechat.fetch.download_plan import DownloadPlan

@@ -17,7 +17,6 @@ from moechat.chat.chat_options import NAMES, Generation
 from moechat.chat.pending_reply import behind_thinking
 from moechat.chat.reply import Reply, thought_end
 from moechat.chat.terminal.output import NullSink
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.prompts_file import (
     BadLine,
     FilePrompt,
@@ -30,6 +29,7 @@ from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.terminal.consoles import print_notice, write_json_line
 from moechat.cli.terminal.prompt_progress import PromptProgress
 from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError, UsageError
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from moechat.chat.interfaces import ChatEngine

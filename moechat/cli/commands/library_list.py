@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.terminal.consoles import print_notice, write_output
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import Paths, user_paths
@@ -22,6 +21,7 @@ from moechat.hub.leftovers import (
 from moechat.hub.library import LibraryEntry, display_names, list_stores, read_entry
 from moechat.hub.model_ref import DEMO, repository_of
 from moechat.hub.names import resolve
+from moechat.safe_text import one_line
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 

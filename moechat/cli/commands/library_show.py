@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.library_list import entry_json, write_json
 from moechat.cli.terminal.consoles import write_output
 from moechat.cli.terminal.load_progress import format_bytes
@@ -20,6 +19,7 @@ from moechat.hub.known_shapes import find_shape
 from moechat.hub.library import LibraryEntry, find_stores, read_entry
 from moechat.hub.model_ref import hub_model
 from moechat.hub.names import resolve_path_or_repository
+from moechat.safe_text import one_line
 
 _HEAD = ("lm_head.weight", "output.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.chat.text_files import path_of, read_text
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
+from moechat.safe_text import one_line
 
 # Far beyond any context window; keeps an endless stream from filling the memory.
 _MAX_BYTES = 64 << 20

@@ -10,8 +10,6 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.attachments import attach
-from moechat.chat.conversation import Conversation, Mark, Turn
 from moechat.chat.pending_reply import start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
@@ -28,13 +26,15 @@ from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
+from moechat.history.attachments import attach
+from moechat.history.conversation import Conversation, Mark, Turn
 from moechat.hub.model_ref import hub_model
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
-    from moechat.chat.history.session_recorder import Recorder
     from moechat.chat.interfaces import ChatEngine
+    from moechat.chat.session_recorder import Recorder
 
 _INTERRUPTED = 128 + signal.SIGINT
 # Seconds for timing plans: before a chat, before a single answer, and with --tune.
@@ -136,11 +136,11 @@ def _is_absent(options: RunOptions) -> bool:
 
 
 def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
-    from moechat.chat.history.session_database import sessions_path
     from moechat.chat.repl import Chat
     from moechat.chat.terminal.held_keys import held_keys
     from moechat.chat.terminal.reader import has_editor
     from moechat.cli.commands.chat_backend import ModelSlot, StderrStatus
+    from moechat.history.session_database import sessions_path
 
     conversation, _ = _conversation(options)
     # Text typed while the model loads becomes the first message.
@@ -170,14 +170,14 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
 
     A single answer is saved only in a resumed conversation.
     """
-    from moechat.chat.history.session_recorder import Recorder, resume_conversation
+    from moechat.chat.session_recorder import Recorder, resume_conversation
 
     def notify(message: str, hint: str | None) -> None:
         print_notice(message if hint is None else f"{message}\n{hint}")
 
     if not options.resumes:
         return Conversation(system=options.system_prompt), Recorder(None, notify)
-    from moechat.chat.history.session_database import sessions_path
+    from moechat.history.session_database import sessions_path
 
     path = sessions_path()
     name = options.model if options.remote is not None else resolve(options.model, bits=options.bits).name

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.download_text import short_rate
 from moechat.cli.commands.library_list import write_json
 from moechat.cli.terminal.consoles import print_notice, write_output
@@ -15,6 +14,7 @@ from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.errors import UsageError
 from moechat.hub.model_ref import ALIASES
 from moechat.options import BITS
+from moechat.safe_text import one_line
 from moechat.validation import require_choice, require_whole
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import json as json_form
 import sys
 from typing import Literal
 
-from moechat.chat.conversation import Turn
-from moechat.chat.history.session_database import Sessions, Summary, sessions_path
-from moechat.chat.history.session_list import format_summary
-from moechat.chat.history.transcript import format_of, notes_on, write_as
 from moechat.chat.terminal.output import PlainAnswer, Thoughts
-from moechat.chat.terminal.safe_text import one_line
 from moechat.chat.text_files import path_of, write_text
 from moechat.cli.terminal.consoles import is_animated, print_notice, write_output
 from moechat.errors import SessionNotFoundError, UsageError
+from moechat.history.conversation import Turn
+from moechat.history.session_database import Sessions, Summary, sessions_path
+from moechat.history.session_list import format_summary
+from moechat.history.transcript import format_of, notes_on, write_as
+from moechat.safe_text import one_line
 
 
 def list_sessions(limit: int, *, json: bool) -> int:

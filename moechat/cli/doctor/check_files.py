@@ -122,8 +122,8 @@ def _conversations(report: Report, rows: dict[str, str]) -> None:
     import sqlite3
     from contextlib import closing
 
-    from moechat.chat.history.database_schema import MIGRATIONS
-    from moechat.chat.history.session_database import sessions_path
+    from moechat.history.database_schema import MIGRATIONS
+    from moechat.history.session_database import sessions_path
 
     path = sessions_path()
     rows["file"] = str(path)

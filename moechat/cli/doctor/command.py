@@ -11,7 +11,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.doctor.check_files import file_sections
 from moechat.cli.doctor.check_machine import MACHINE
 from moechat.cli.doctor.findings import Look, Report
@@ -19,6 +18,7 @@ from moechat.cli.doctor.redaction import Redaction, option_variables
 from moechat.cli.terminal.consoles import write_output
 from moechat.cli.terminal.page import Page
 from moechat.errors import MoechatError
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from moechat.cli.lazy_group import LazyGroup

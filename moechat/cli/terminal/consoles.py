@@ -10,9 +10,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moechat.chat.terminal.output import write_output
-from moechat.chat.terminal.safe_text import neutralise
 from moechat.cli.terminal.wrapping import wrap
 from moechat.errors import MoechatError
+from moechat.safe_text import neutralise
 
 if TYPE_CHECKING:
     from rich.console import Console

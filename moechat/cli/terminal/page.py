@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from moechat.chat.terminal.safe_text import neutralise, one_line
 from moechat.cli.terminal.load_progress import format_bytes
+from moechat.safe_text import neutralise, one_line
 
 _Case = Mapping[str, Any]
 READY_REMARK = (

@@ -7,14 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.chat.conversation import turns_of
-from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import MoechatError, SessionsBusyError, SessionsUnavailableError
+from moechat.history.conversation import turns_of
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import ChatOptions
-    from moechat.chat.conversation import Conversation
-    from moechat.chat.history.session_database import Sessions
+    from moechat.history.conversation import Conversation
+    from moechat.history.session_database import Sessions
 
 
 class Recorder:
@@ -45,7 +45,7 @@ class Recorder:
             return True
         try:
             if self._sessions is None:
-                from moechat.chat.history.session_database import Sessions
+                from moechat.history.session_database import Sessions
 
                 self._sessions = Sessions(self._path)
             before = conversation.key
@@ -93,7 +93,7 @@ def resume_conversation(
     """
     if options.resume is False:
         return None
-    from moechat.chat.history.session_database import Sessions
+    from moechat.history.session_database import Sessions
 
     try:
         with Sessions(path, existing=True) as sessions:

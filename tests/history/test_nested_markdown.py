@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.history.nested_markdown import embed_markdown
-from moechat.chat.history.transcript import write_as
+from moechat.history.conversation import Conversation, Turn
+from moechat.history.nested_markdown import embed_markdown
+from moechat.history.transcript import write_as
 
 MARKUP = st.lists(
     st.sampled_from(

@@ -6,10 +6,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from moechat.chat.conversation import Conversation, Turn, utc_time
+from moechat.history.conversation import Conversation, Turn, utc_time
 
 if TYPE_CHECKING:
-    from moechat.chat.history.session_database import Sessions
+    from moechat.history.session_database import Sessions
 
 _Content = tuple[str, str, str]
 

@@ -6,11 +6,11 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from moechat.chat.conversation import utc_time
-from moechat.chat.terminal.safe_text import one_line
+from moechat.history.conversation import utc_time
+from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
-    from moechat.chat.history.session_database import Summary
+    from moechat.history.session_database import Summary
 
 
 def format_summary(summary: Summary) -> str:

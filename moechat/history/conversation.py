@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from moechat.chat.attachments import without_files
-from moechat.chat.terminal.safe_text import one_line
+from moechat.history.attachments import without_files
+from moechat.safe_text import one_line
 
 Mark = Literal["", "stopped", "cut", "failed"]
 MARKS: dict[str, str] = {

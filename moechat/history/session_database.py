@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from moechat.chat.conversation import Conversation, Turn, title_of
-from moechat.chat.history.database_schema import NewerSchemaError, migrate
-from moechat.chat.history.search import by_comparing, by_index
-from moechat.chat.terminal.safe_text import encodable
 from moechat.config import user_paths
 from moechat.errors import SessionNotFoundError, SessionsBusyError, SessionsUnavailableError
+from moechat.history.conversation import Conversation, Turn, title_of
+from moechat.history.database_schema import NewerSchemaError, migrate
+from moechat.history.search import by_comparing, by_index
+from moechat.safe_text import encodable
 
 _BUSY_TIMEOUT_S = 1.0
 _FILE = "sessions.db"

@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from moechat.chat.conversation import MARKS, Conversation, Mark, Turn, describe_mark, title_of, utc_time
-from moechat.chat.history.nested_markdown import embed_markdown
-from moechat.chat.terminal.safe_text import encodable, one_line
 from moechat.errors import UsageError
+from moechat.history.conversation import MARKS, Conversation, Mark, Turn, describe_mark, title_of, utc_time
+from moechat.history.nested_markdown import embed_markdown
+from moechat.safe_text import encodable, one_line
 
 Format = Literal["md", "json"]
 _KIND, _VERSION = "moechat conversation", 1

@@ -1,1 +1,0 @@
-"""Conversations that are kept: the database, search, transcripts."""

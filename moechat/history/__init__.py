@@ -1,0 +1,1 @@
+"""Conversations that are kept: turns, the database, search, transcripts."""
