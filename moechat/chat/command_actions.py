@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moechat.chat.chat_options import MODELS_OWN, NAMES, setting_of
@@ -233,12 +232,7 @@ class Commands:
         session, original = self._session, self._session.conversation
         if not original.turns:
             raise UsageError("there is nothing to copy yet")
-        copy = Conversation(
-            [replace(turn, key=None) for turn in original.turns],
-            original.system,
-            title=original.title,
-            model=original.model,
-        )
+        copy = original.copy()
         session.use_conversation(copy)
         session.record()
         kept = "" if original.key is None else f"; number {original.key} stays as it is"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -97,9 +97,35 @@ class Conversation:
 
         A title that came from it is cleared, and the model becomes that of the remaining turns.
         """
-        if not self.turns:
-            return None
-        turn = self.turns.pop()
+        return self._remove(len(self.turns) - 1) if self.turns else None
+
+    def take_back(self, key: int) -> Turn | None:
+        """Like :meth:`undo`, for the stored turn with this key; ``None`` if it is not here.
+
+        Another process may have added turns behind it; they stay.
+        """
+        for place, turn in enumerate(self.turns):
+            if turn.key == key:
+                return self._remove(place)
+        return None
+
+    def copy(self, through: int | None = None) -> Conversation:
+        """A new conversation with the same turns, title and system prompt.
+
+        Args:
+            through: Key of the last turn to copy; ``None`` copies all. An unknown key copies none.
+        """
+        turns = self.turns
+        if through is not None:
+            count = next((place for place, turn in enumerate(turns, 1) if turn.key == through), 0)
+            turns = turns[:count]
+        copied = Conversation([], self.system, title=self.title, model=self.model)
+        for turn in turns:
+            copied.add(replace(turn, key=None))
+        return copied
+
+    def _remove(self, place: int) -> Turn:
+        turn = self.turns.pop(place)
         self.first_sent = min(self.first_sent, len(self.turns))
         if turn.key is not None:
             self.undone.append(turn.key)

@@ -205,9 +205,7 @@ class Sessions:
                 "SELECT title, model, system, created FROM conversations WHERE id = ?", (key,)
             ).fetchone()
             if row is None:
-                raise SessionNotFoundError(
-                    f"there is no conversation {key}", hint="`moechat sessions` lists them"
-                )
+                raise _no_conversation(key)
             rows = self._connection.execute(
                 "SELECT question, answer, thinking, mark, model, created, id FROM turns "
                 "WHERE conversation = ? AND (taken_back IS NULL OR ?) ORDER BY id",
@@ -248,6 +246,17 @@ class Sessions:
     def summaries(self, *, limit: int | None = None) -> list[Summary]:
         """All conversations, the one used last first."""
         return self._summaries(_HAS_TURNS, (), limit)
+
+    def summary(self, key: int) -> Summary:
+        """One conversation as in a list, also without turns.
+
+        Raises:
+            SessionNotFoundError: There is no conversation with this number.
+        """
+        found = self._summaries("id = ?", (key,), 1)
+        if not found:
+            raise _no_conversation(key)
+        return found[0]
 
     def _summaries(self, where: str, values: tuple[object, ...], limit: int | None) -> list[Summary]:
         with self._translated_errors():
@@ -308,9 +317,7 @@ class Sessions:
             row = connection.execute("SELECT title FROM conversations WHERE id = ?", (key,)).fetchone()
             connection.execute("DELETE FROM conversations WHERE id = ?", (key,))
         if row is None:
-            raise SessionNotFoundError(
-                f"there is no conversation {key}", hint="`moechat sessions` lists them"
-            )
+            raise _no_conversation(key)
         with self._translated_errors():  # remove its text from the write-ahead log
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return row[0] if isinstance(row[0], str) else ""
@@ -355,6 +362,10 @@ class Sessions:
             raise SessionsUnavailableError(f"{self._path}: {reason}", hint=hint) from error
         except OSError as error:
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
+
+
+def _no_conversation(key: int) -> SessionNotFoundError:
+    return SessionNotFoundError(f"there is no conversation {key}", hint="`moechat sessions` lists them")
 
 
 def _set_up(connection: sqlite3.Connection) -> sqlite3.Connection:

@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from moechat import __version__
-from moechat.errors import MoechatError
 from moechat.serve import sse
 from moechat.serve.anthropic_messages import MessageAnswer, MessageRequest
-from moechat.serve.api_errors import ApiError, api_error
+from moechat.serve.api_errors import ApiError
 from moechat.serve.conversation import Conversation
 from moechat.serve.counters import Counters, Gauge
-from moechat.serve.fields import Fields, parse_body
-from moechat.serve.guard import Guard, log
+from moechat.serve.guard import Guard
+from moechat.serve.handling import answering, read_body
 from moechat.serve.jobs import Begun, Failed, Job
 from moechat.serve.openai_chat import ChatAnswer, ChatRequest
 from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
 from moechat.serve.openai_responses import ResponseAnswer, ResponseRequest
 from moechat.serve.page_files import page_routes
 from moechat.serve.replies import Reply, reply_of
+from moechat.serve.saved_conversations import SavedConversations
 from moechat.serve.settings import ServeSettings
 from moechat.serve.state_feed import StateFeed
 from moechat.serve.worker import Worker
@@ -67,31 +66,31 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        asked = ChatRequest.parse(await _body(request))
+        asked = ChatRequest.parse(await read_body(request))
         reply = await self._begin(request, asked.conversation.job(), asked.conversation)
         return await _respond(request, ChatAnswer(asked, reply), reply, stream=asked.stream)
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        asked = CompletionRequest.parse(await _body(request))
+        asked = CompletionRequest.parse(await read_body(request))
         reply = await self._begin(request, asked.job())
         return await _respond(request, CompletionAnswer(asked, reply), reply, stream=asked.stream)
 
     async def responses(self, request: Request) -> Response:
         """``POST /v1/responses``."""
-        asked = ResponseRequest.parse(await _body(request))
+        asked = ResponseRequest.parse(await read_body(request))
         reply = await self._begin(request, asked.conversation.job(), asked.conversation)
         return await _respond(request, ResponseAnswer(asked, reply), reply, stream=asked.stream)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``, Anthropic's protocol."""
-        asked = MessageRequest.parse(await _body(request))
+        asked = MessageRequest.parse(await read_body(request))
         reply = await self._begin(request, asked.conversation.job(), asked.conversation)
         return await _respond(request, MessageAnswer(asked, reply), reply, stream=asked.stream)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
-        asked = MessageRequest.parse(await _body(request), counts_only=True)
+        asked = MessageRequest.parse(await read_body(request), counts_only=True)
         reply = await self._begin(request, asked.conversation.job(counts_only=True))
         return JSONResponse({"input_tokens": reply.begun.prompt_tokens})
 
@@ -194,34 +193,24 @@ def make_app(
     """
     service = Service(worker, names, counters)
     routes = [
-        Route("/v1/chat/completions", _answering(service.chat), methods=["POST"]),
-        Route("/v1/completions", _answering(service.completions), methods=["POST"]),
-        Route("/v1/responses", _answering(service.responses), methods=["POST"]),
-        Route("/v1/messages", _answering(service.messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _answering(service.count_tokens), methods=["POST"]),
-        Route("/v1/embeddings", _answering(service.embeddings), methods=["POST"]),
-        Route("/v1/models", _answering(service.models)),
-        Route("/v1/models/{name:path}", _answering(service.models)),
-        Route("/health", _answering(service.health)),
-        Route("/metrics", _answering(service.metrics)),
-        Route("/moechat/state", _answering(feed.get)),
-        Route("/moechat/state/stream", _answering(feed.stream)),
+        Route("/v1/chat/completions", answering(service.chat), methods=["POST"]),
+        Route("/v1/completions", answering(service.completions), methods=["POST"]),
+        Route("/v1/responses", answering(service.responses), methods=["POST"]),
+        Route("/v1/messages", answering(service.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", answering(service.count_tokens), methods=["POST"]),
+        Route("/v1/embeddings", answering(service.embeddings), methods=["POST"]),
+        Route("/v1/models", answering(service.models)),
+        Route("/v1/models/{name:path}", answering(service.models)),
+        Route("/health", answering(service.health)),
+        Route("/metrics", answering(service.metrics)),
+        Route("/moechat/state", answering(feed.get)),
+        Route("/moechat/state/stream", answering(feed.stream)),
+        *SavedConversations(settings.history).routes(),
     ]
     page = page_routes()
     app = Starlette(routes=[*routes, *page], exception_handlers={HTTPException: _handle_http})
     paths = frozenset(route.path for route in (*routes, *page))
     return Guard(app, settings, counters, paths, frozenset(route.path for route in page))
-
-
-async def _body(request: Request) -> Fields:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Forms of other sites can send any other type without asking first.
-        raise ApiError(415, "the body must have the content type application/json")
-    try:
-        return parse_body(await request.body())
-    except ClientDisconnect:
-        raise ApiError(499, "the client has left") from None
 
 
 async def _respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
@@ -268,22 +257,6 @@ async def _unless_left(request: Request, job: Job, work: Coroutine[Any, Any, _R]
             each.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await each
-
-
-def _answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors are answers."""
-
-    async def call(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except Exception as error:
-            if not isinstance(error, ApiError | MoechatError):
-                # Without the error's text, which may have parts of a prompt.
-                frames = "".join(traceback.format_tb(error.__traceback__))
-                log.error("unexpected %s\n%s", type(error).__name__, frames)
-            return api_error(error).response(anthropic=request.url.path.startswith("/v1/messages"))
-
-    return call
 
 
 async def _handle_http(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 from moechat.errors import UsageError
 
@@ -23,6 +24,7 @@ class ServeSettings:
         parallel: Answers at a time.
         queue: Requests that may wait.
         keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
+        history: Path of the database of conversations, which the page shows and continues; ``None``: none.
         most_body: Bytes of a request's body.
         body_timeout_s: Seconds in which a body has to arrive.
 
@@ -37,6 +39,7 @@ class ServeSettings:
     parallel: int = 1
     queue: int = 64
     keep_alive_s: float | None = None
+    history: Path | None = None
     most_body: int = 32 << 20
     body_timeout_s: float = 30.0
 

@@ -3,11 +3,13 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Conversation, addEvent } from "./page/conversation.js";
+import { Conversation, addEvent, turnOf } from "./page/conversation.js";
 import { EventParser } from "./page/events.js";
 import * as figures from "./page/figures.js";
 import { between, cellSize } from "./page/map.js";
+import { keepLeaving, keepTurns } from "./page/keeping.js";
 import { inline, parse, render, safeAddress, update } from "./page/markdown.js";
+import { MemoryStore, ServerStore, titleOf } from "./page/store.js";
 
 // ---- a document that records what is made
 
@@ -309,4 +311,185 @@ test("cells fill the width they have and no more than they need", () => {
     assert.ok(size.gap < size.width && size.gap < size.height);
   }
   assert.equal(between("#000000", "#ff8040", 0.5), "rgb(128 64 32)");
+});
+
+// ---- conversations that are kept
+
+function asked(conversation, question, content) {
+  const answer = conversation.ask(question);
+  Object.assign(answer, { content, model: "m" });
+  return answer;
+}
+
+test("turns are kept once, without the answer under way, and failed ones are tried again", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  const running = asked(talk, "b", "2 so");
+  let result = await keepTurns(store, talk, running, "be brief");
+  assert.deepEqual(result, { kept: true, deleted: false, others: false });
+  assert.equal(talk.system, "be brief");
+  assert.deepEqual((await store.read(talk.id)).turns.map(({ question }) => question), ["a"]);
+  const { keep } = store;
+  store.keep = async () => {
+    throw new Error("no connection");
+  };
+  running.content = "2 so far";
+  await assert.rejects(keepTurns(store, talk, null, "be brief"), /no connection/);
+  asked(talk, "c", "3");
+  // Without a word of an answer there is no turn.
+  talk.ask("d");
+  store.keep = keep;
+  result = await keepTurns(store, talk, null, "be brief");
+  const kept = await store.read(talk.id);
+  assert.deepEqual(kept.turns.map(({ answer }) => answer), ["1", "2 so far", "3"]);
+  assert.deepEqual(kept.turns.map(({ id }) => id), talk.turnIds);
+  assert.equal((await keepTurns(store, talk, null, "be brief")).kept, false);
+});
+
+test("an answer again, or an edit, replaces the stored turn once there is an answer", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  asked(talk, "b", "2");
+  await keepTurns(store, talk, null, "");
+  const failed = talk.again();
+  await keepTurns(store, talk, null, "");
+  assert.deepEqual((await store.read(talk.id)).turns.map(({ answer }) => answer), ["1", "2"]);
+  failed.content = "two";
+  await keepTurns(store, talk, null, "");
+  assert.deepEqual((await store.read(talk.id)).turns.map(({ answer }) => answer), ["1", "two"]);
+  assert.deepEqual(talk.undone, []);
+  assert.equal(talk.takeBack(), "b");
+  assert.equal(talk.takeBack(), "a");
+  asked(talk, "first, edited", "one");
+  await keepTurns(store, talk, null, "");
+  const kept = await store.read(talk.id);
+  assert.deepEqual(kept.turns.map(({ question }) => question), ["first, edited"]);
+  assert.equal(kept.title, "first, edited");
+});
+
+test("a conversation that was deleted elsewhere goes on as a new one with new turns", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  await keepTurns(store, talk, null, "");
+  const before = talk.id;
+  await store.remove(before);
+  asked(talk, "b", "2");
+  assert.deepEqual(await keepTurns(store, talk, null, ""), { kept: true, deleted: true, others: false });
+  assert.notEqual(talk.id, before);
+  assert.deepEqual((await store.read(talk.id)).turns.map(({ question }) => question), ["b"]);
+});
+
+test("turns of others are noticed, and an unchanged system prompt replaces none of theirs", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  await keepTurns(store, talk, null, "mine");
+  await store.keep(talk.id, { turns: [{ question: "x", answer: "y" }], system: "theirs" });
+  asked(talk, "b", "2");
+  assert.equal((await keepTurns(store, talk, null, "mine")).others, true);
+  const kept = await store.read(talk.id);
+  assert.equal(kept.system, "theirs");
+  const again = Conversation.from(kept);
+  assert.deepEqual(again.messages.map(({ content }) => content), ["a", "1", "x", "y", "b", "2"]);
+  assert.deepEqual(again.unsaved(null), []);
+});
+
+test("a page that closes keeps the part of an answer at once, and only once", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  await keepTurns(store, talk, null, "");
+  const answer = asked(talk, "b", "2 so");
+  answer.mark = "stopped";
+  keepLeaving(store, talk, "");
+  keepLeaving(store, talk, "");
+  assert.equal((await keepTurns(store, talk, null, "")).kept, false);
+  const { turns } = await store.read(talk.id);
+  assert.deepEqual(turns.map(({ answer: text, mark }) => [text, mark]), [["1", ""], ["2 so", "stopped"]]);
+});
+
+test("conversations in the page alone are listed, searched, renamed, copied and deleted", async () => {
+  const store = new MemoryStore();
+  const first = await store.keep(null, { turns: [{ question: "A  Fox\n", answer: "in the garden" }] });
+  const second = await store.keep(null, { turns: [{ question: "b", answer: "x" }, { question: "c", answer: "y" }] });
+  assert.equal(first.title, "A Fox");
+  const titles = async (search) => (await store.list(search, 10)).conversations.map(({ title }) => title);
+  assert.deepEqual(await titles(""), ["b", "A Fox"]);
+  assert.deepEqual(await titles("GARDEN fox"), ["A Fox"]);
+  assert.deepEqual(await titles("garden b"), []);
+  assert.equal((await store.list("", 1)).more, true);
+  assert.equal((await store.rename(second.id, " New ")).title, "New");
+  const copied = await store.fork(second.id, second.added_ids[0]);
+  assert.deepEqual((await store.read(copied.id)).turns.map(({ question }) => question), ["b"]);
+  await store.remove(second.id);
+  await assert.rejects(store.read(second.id), { code: "conversation_not_found" });
+  assert.equal((await store.read(copied.id)).title, "New");
+  assert.equal(titleOf("word ".repeat(50)).length <= 60, true);
+});
+
+test("the store of the server asks for the right addresses", async () => {
+  const asked = [];
+  const store = new ServerStore({
+    request: async (path, options = {}) => {
+      asked.push([options.method ?? (options.body ? "POST" : "GET"), path, options.keepalive ?? false]);
+      return { json: async () => ({}) };
+    },
+  });
+  await store.list("a & b", 5);
+  await store.read(3);
+  await store.keep(null, { turns: [] });
+  await store.keep(3, { turns: [{ question: "x".repeat(70_000) }] });
+  await store.rename(3, "t");
+  await store.fork(3, 7);
+  await store.remove(3);
+  const all = "/moechat/conversations";
+  assert.deepEqual(asked, [
+    ["GET", `${all}?search=a+%26+b&limit=5`, false],
+    ["GET", `${all}/3`, false],
+    ["POST", all, true],
+    ["POST", `${all}/3/turns`, false],
+    ["PATCH", `${all}/3`, false],
+    ["POST", `${all}/3/fork`, false],
+    ["DELETE", `${all}/3`, false],
+  ]);
+});
+
+test("the oldest messages are left out of a request, down to the last question", () => {
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  asked(talk, "b", "2");
+  talk.ask("c");
+  const sent = () => talk.request("m", {}).messages.map(({ content }) => content).join("");
+  assert.equal(sent(), "a1b2c");
+  assert.equal(talk.sendLess(), true);
+  assert.equal(sent(), "b2c");
+  assert.equal(talk.sendLess(), true);
+  assert.equal(sent(), "c");
+  assert.equal(talk.sendLess(), false);
+});
+
+test("stored turns say why an answer is incomplete", () => {
+  const turn = (mark) => ({ id: 4, question: "q", answer: "a", thinking: "t", mark, model: "m" });
+  for (const [mark, note, wrong] of [
+    ["", "", false],
+    ["stopped", "Stopped", false],
+    ["failed", "Ended by an error", true],
+    ["of a newer version", "of a newer version", false],
+  ]) {
+    const talk = Conversation.from({ id: 1, title: "x", updated: 1, system: null, turns: [turn(mark)] });
+    assert.deepEqual([talk.last.note, talk.last.wrong, talk.last.model], [note, wrong, "m"]);
+    assert.deepEqual(turnOf(talk.messages), { question: "q", answer: "a", thinking: "t", mark, model: "m" });
+  }
+});
+
+test("times are the hour of today, the day of this year, or the date", () => {
+  const now = new Date(2026, 10, 26, 12);
+  const at = (...parts) => new Date(...parts).getTime() / 1000;
+  assert.equal(figures.when(at(2026, 10, 26, 9, 5), now), "09:05");
+  assert.equal(figures.when(at(2026, 0, 3), now), "3 Jan");
+  assert.equal(figures.when(at(2025, 11, 31), now), "31 Dec 2025");
+  assert.equal(figures.when(null, now), "some time");
 });

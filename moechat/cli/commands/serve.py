@@ -25,7 +25,7 @@ def serve(options: ServeCommand) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
-    settings = options.with_key()
+    settings = options.with_history(options.with_key())
     if options.model is not None and not _is_here(options):
         from moechat.cli.commands.download import download_to_run
 

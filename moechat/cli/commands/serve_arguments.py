@@ -59,6 +59,17 @@ class ServeCommand(ServingOptions):
         float | None,
         option("MINUTES", "Unload the model after so long without requests; never if not given."),
     ] = None
+    no_save: Annotated[
+        bool,
+        flag("The page keeps conversations in its memory only, as with MOECHAT_NO_SAVE=1.", "--no-save"),
+    ] = False
+    share_history: Annotated[
+        bool,
+        flag(
+            "With another --host: the page shows your saved conversations to everyone who has the key.",
+            "--share-history",
+        ),
+    ] = False
     yes: Annotated[bool, flag("Download the model without asking if it is not here.", "--yes", "-y")] = False
     quiet: Annotated[bool, flag("Only errors.", "--quiet", "-q")] = False
     verbose: Annotated[bool, flag("A line for each request, without its contents.", "--verbose", "-v")] = (
@@ -82,6 +93,8 @@ class ServeCommand(ServingOptions):
                 )
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other")
+        if self.no_save and self.share_history:
+            raise UsageError("--no-save and --share-history exclude each other")
         self.settings  # noqa: B018 - checks them
 
     @property
@@ -96,6 +109,17 @@ class ServeCommand(ServingOptions):
             queue=self.queue,
             keep_alive_s=None if self.keep_alive is None else 60 * self.keep_alive,
         )
+
+    def with_history(self, settings: ServeSettings) -> ServeSettings:
+        """Settings with the database of conversations.
+
+        Other people may know the key of a server that other machines reach, so it has none by default.
+        """
+        if self.no_save or not (settings.is_local or self.share_history):
+            return settings
+        from moechat.history.session_database import sessions_path  # sqlite takes its time to import
+
+        return replace(settings, history=sessions_path())
 
     def with_key(self) -> ServeSettings:
         """Settings of the server.

@@ -29,21 +29,23 @@ export class Api {
    * A response that is no error.
    *
    * @param {string} path On this server.
-   * @param {{body?: object, signal?: AbortSignal, waiting?: (text: string) => void}} options `body` is posted;
-   *   `waiting` is called while the model is loaded.
+   * @param {{body?: object, method?: string, signal?: AbortSignal, keepalive?: boolean,
+   *   waiting?: (text: string) => void}} options `body` is posted, unless there is another method; `keepalive`:
+   *   the page may close before the answer; `waiting` is called while the model is loaded.
    * @returns {Promise<Response>}
    */
-  async request(path, { body, signal, waiting = () => {} } = {}) {
+  async request(path, { body, method, signal, keepalive = false, waiting = () => {} } = {}) {
     for (;;) {
       const key = sessionStorage.getItem(KEY);
       const response = await fetch(path, {
-        method: body ? "POST" : "GET",
+        method: method ?? (body ? "POST" : "GET"),
         headers: {
           ...(body && { "Content-Type": "application/json" }),
           ...(key && { Authorization: `Bearer ${key}` }),
         },
         body: body && JSON.stringify(body),
         signal,
+        keepalive,
         credentials: "omit",
         cache: "no-store",
       });

@@ -96,3 +96,19 @@ export function cellInWords(map, row, column) {
   const share = (Number(map.uses[row][column]) / 9) ** 2;
   return share ? `${text}; chosen by about ${percent(share)} of recent tokens` : `${text}; not chosen lately`;
 }
+
+/**
+ * A time for people: the hour of today, the day of this year, or the date.
+ *
+ * @param {number | null} seconds Since 1970; null if it is not known.
+ * @param {Date} now The time that it is compared with.
+ */
+export function when(seconds, now = new Date()) {
+  if (seconds === null) return "some time";
+  const then = new Date(1000 * seconds);
+  if (then.toDateString() === now.toDateString()) {
+    return then.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  }
+  const year = then.getFullYear() === now.getFullYear() ? {} : { year: "numeric" };
+  return then.toLocaleDateString("en-GB", { day: "numeric", month: "short", ...year });
+}

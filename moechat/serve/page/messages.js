@@ -7,7 +7,8 @@ import { update } from "./markdown.js";
  *
  * @param {HTMLElement} list Their list.
  * @param {HTMLElement} scroll Scrolls it.
- * @param {{again: () => void, edit: () => void}} actions What the buttons of the last messages do.
+ * @param {{again: () => void, edit: () => void, fork: (message: object) => void}} actions What the buttons of
+ *   messages do; the first two are for the last messages.
  */
 export class MessageList {
   #list;
@@ -39,6 +40,14 @@ export class MessageList {
     this.refresh(messages, busy);
   }
 
+  /** Mark the first messages as no longer sent to the model. */
+  leftOut(count) {
+    [...this.#list.children].forEach((element, at) => element.classList.toggle("left-out", at < count));
+    this.#list.querySelectorAll(".left-out-note").forEach((note) => note.remove());
+    const text = `The ${count} oldest messages no longer fit the model's context and are not sent.`;
+    if (count) this.#list.children[count - 1]?.append(make("p", "note left-out-note", text));
+  }
+
   /** Show what has changed of the last message, and the buttons. */
   refresh(messages, busy) {
     const last = messages.length - 1;
@@ -49,6 +58,8 @@ export class MessageList {
       const actions = element.querySelector(".actions");
       actions.hidden = working;
       actions.firstChild.hidden = !message.content; // nothing to copy
+      const fork = actions.querySelector("[data-fork]");
+      if (fork) fork.hidden = busy || !this.#open || message.turn === null;
       for (const button of actions.querySelectorAll("[data-last]")) {
         // The last question is before the last answer.
         button.hidden = busy || !this.#open || at < last - 1;
@@ -98,6 +109,12 @@ export class MessageList {
     const last = button(label, action);
     last.dataset.last = "";
     row.append(last);
+    if (message.role === "assistant") {
+      const fork = button("Fork here", () => this.#actions.fork(message));
+      fork.title = "Go on in a copy of the conversation up to here";
+      fork.dataset.fork = "";
+      row.append(fork);
+    }
     return row;
   }
 }

@@ -4,20 +4,30 @@ import { Api } from "./api.js";
 import { Conversation, addEvent } from "./conversation.js";
 import { eventsOf } from "./events.js";
 import { count, rate } from "./figures.js";
+import { keepLeaving, keepTurns } from "./keeping.js";
 import { Machine } from "./machine.js";
 import { MessageList } from "./messages.js";
+import { Sidebar } from "./sidebar.js";
+import { MemoryStore, ServerStore } from "./store.js";
 
 // Milliseconds between two paintings of an answer.
 const PAINT_MS = 60;
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "thinking"];
+const SAVED =
+  "Your messages are answered by the machine that runs this server, and saved there beside those of the chat on the terminal.";
+const NOT_SAVED =
+  "Your messages are answered by the machine that runs this server. They stay in this page until you close or reload it.";
 const byId = (id) => document.getElementById(id);
 
 const api = new Api(askKey);
-const list = new MessageList(byId("messages"), byId("scroll"), { again, edit });
+const list = new MessageList(byId("messages"), byId("scroll"), { again, edit, fork });
 const prompt = byId("prompt");
+let store = new ServerStore(api);
+const sidebar = new Sidebar(store, { renamed, deleted: newChat, forked: (id) => go(id), say });
 let conversation = new Conversation();
 let running = null; // AbortController of the answer under way
-let taken = null; // text and answer that were taken back for editing
+let taken = null; // what was taken back for editing
+let saving = Promise.resolve(); // turns are kept one after the other
 
 // ---- key and models
 
@@ -75,10 +85,11 @@ function show() {
 }
 
 async function answerTo(answer) {
-  const model = byId("model").value;
+  const talk = conversation;
+  const system = systemPrompt();
   const control = new AbortController();
   running = control;
-  answer.model = model;
+  answer.model = byId("model").value;
   show();
   say("Answering");
   let painting = null;
@@ -90,14 +101,11 @@ async function answerTo(answer) {
   };
   const begun = { at: 0, usage: null, reason: null };
   try {
-    const response = await api.request("/v1/chat/completions", {
-      body: conversation.request(model, settings()),
-      signal: control.signal,
-      waiting: (text) => {
-        answer.note = text;
-        paint();
-      },
-    });
+    const waiting = (text) => {
+      answer.note = text;
+      paint();
+    };
+    const response = await begin(talk, answer.model, { signal: control.signal, waiting });
     answer.note = "";
     for await (const { data } of eventsOf(response)) {
       if (data === "[DONE]") break;
@@ -108,14 +116,17 @@ async function answerTo(answer) {
       paint();
     }
     answer.note = noteOf(begun);
+    answer.mark = begun.reason === "length" ? "cut" : "";
     if (!begun.reason) throw new Error("The connection ended before the answer did");
   } catch (error) {
+    answer.mark = control.signal.aborted ? "stopped" : "failed";
     answer.wrong = !control.signal.aborted;
     answer.note = control.signal.aborted ? "Stopped" : `No answer: ${error.message}`;
     if (answer.wrong && answer.content) answer.note = `The answer ends here: ${error.message}`;
   } finally {
     if (running === control) running = null;
   }
+  save(talk, system);
   if (conversation.last !== answer) return;
   clearTimeout(painting);
   painting = null;
@@ -123,7 +134,19 @@ async function answerTo(answer) {
   byId("send").hidden = false;
   byId("stop").hidden = true;
   say(answer.wrong ? answer.note : `${answer.note}. ${byId("messages").lastElementChild.querySelector(".body").innerText}`);
-  if (!matchMedia("(pointer: coarse)").matches) prompt.focus();
+  focusPrompt();
+}
+
+/** Ask for an answer; where the conversation does not fit the model's context, without its oldest messages. */
+async function begin(talk, model, options) {
+  for (;;) {
+    try {
+      return await api.request("/v1/chat/completions", { body: talk.request(model, settings()), ...options });
+    } catch (error) {
+      if (error.code !== "context_length_exceeded" || !talk.sendLess()) throw error;
+      if (talk === conversation) list.leftOut(talk.firstSent);
+    }
+  }
 }
 
 function noteOf({ at, usage, reason }) {
@@ -133,6 +156,124 @@ function noteOf({ at, usage, reason }) {
   const speed = at && tokens > 1 && seconds > 0 ? `, ${rate((tokens - 1) / seconds)} tokens/s` : "";
   const cut = reason === "length" ? "; cut off at the limit of tokens" : "";
   return `${count(tokens, "token")}${speed}${cut}`;
+}
+
+// ---- conversations that are kept
+
+/** Keep the new turns of a conversation; those that could not be are tried again with each call. */
+function save(talk, system) {
+  saving = saving
+    .then(() => keep(talk, system))
+    .catch((error) => {
+      sidebar.problem(`This conversation is not saved: ${error.message}. The next answer tries again.`);
+    });
+}
+
+async function keep(talk, system) {
+  const answer = talk === conversation && running ? talk.last : null;
+  const { kept, deleted, others } = await keepTurns(store, talk, answer, system);
+  if (!kept) return;
+  if (deleted) say("The conversation was deleted meanwhile; it goes on as a new one");
+  if (talk === conversation) {
+    if (others && !deleted) await reopen();
+    showPlace();
+    if (!taken) list.refresh(conversation.messages, running !== null);
+  }
+  await sidebar.refresh();
+}
+
+function systemPrompt() {
+  const text = byId("system").value;
+  return text.trim() ? text : "";
+}
+
+/** Let the address and the title of the page name the conversation. */
+function showPlace() {
+  const { id, title } = conversation;
+  document.title = title ? `${title} · moechat` : "moechat";
+  const place = id === null ? location.pathname : `#c${id}`;
+  if (id === null ? location.hash : location.hash !== place) history.replaceState(null, "", place);
+  sidebar.current = id;
+}
+
+/** Show a kept conversation; null for a new one. */
+function go(id) {
+  if (id === conversation.id) return;
+  history.pushState(null, "", id === null ? location.pathname : `#c${id}`);
+  route();
+}
+
+function addressed() {
+  return Number(/^#c(\d{1,15})$/.exec(location.hash)?.[1] ?? 0) || null;
+}
+
+/** Show the conversation that the address names. */
+async function route() {
+  const id = addressed();
+  if (id === conversation.id) return;
+  leaveConversation();
+  let found = new Conversation();
+  if (id !== null) {
+    try {
+      found = Conversation.from(await store.read(id));
+    } catch (error) {
+      if (store.saved) sidebar.problem(`That conversation cannot be opened: ${error.message}`);
+    }
+    if (addressed() !== id) return; // people were faster
+    byId("system").value = found.system;
+  }
+  conversation = found;
+  show();
+  showPlace();
+  say(conversation.id === null ? "New chat" : `${conversation.title}, opened`);
+  focusPrompt();
+}
+
+/** Read the conversation that is shown again: another program has changed it. */
+async function reopen() {
+  const talk = conversation;
+  const found = Conversation.from(await store.read(talk.id));
+  if (talk !== conversation || running || taken) return;
+  // What is not kept yet stays.
+  for (const pair of talk.unsaved(null)) found.messages.push(...pair);
+  if (found.system !== talk.system) byId("system").value = found.system;
+  conversation = found;
+  show();
+}
+
+/** See what other programs have changed. */
+async function lookAgain() {
+  const listed = await sidebar.refresh();
+  const now = listed?.find(({ id }) => id === conversation.id);
+  if (!now || now.updated === conversation.updated || running || taken) return;
+  await saving;
+  if (now.id === conversation.id && now.updated !== conversation.updated && !running && !taken) {
+    await reopen().catch((error) => sidebar.problem(error.message));
+  }
+}
+
+function renamed({ id, title, updated }) {
+  if (id !== conversation.id) return;
+  Object.assign(conversation, { title, updated });
+  showPlace();
+}
+
+async function fork({ turn }) {
+  if (running || taken || conversation.id === null) return;
+  try {
+    const { id } = await store.fork(conversation.id, turn);
+    go(id);
+  } catch (error) {
+    sidebar.problem(`The conversation cannot be copied: ${error.message}`);
+  }
+  await sidebar.refresh();
+}
+
+/** Stop what goes on in the conversation that is shown; what was written is kept. */
+function leaveConversation() {
+  stop();
+  running = null;
+  if (taken) cancelEdit();
 }
 
 // ---- what people do
@@ -154,8 +295,8 @@ function again() {
 
 function edit() {
   if (running || taken || !conversation.messages.length) return;
-  const messages = [...conversation.messages];
-  taken = { messages, draft: prompt.value };
+  const { messages, undone } = conversation;
+  taken = { messages: [...messages], undone: [...undone], draft: prompt.value };
   prompt.value = conversation.takeBack();
   show();
   fit();
@@ -165,6 +306,7 @@ function edit() {
 function cancelEdit() {
   if (!taken) return;
   conversation.messages = taken.messages;
+  conversation.undone = taken.undone;
   prompt.value = taken.draft;
   taken = null;
   show();
@@ -177,13 +319,19 @@ function stop() {
 }
 
 function newChat() {
-  stop();
-  running = null;
-  taken = null;
+  sidebar.leave();
+  leaveConversation();
   conversation = new Conversation();
+  if (location.hash) history.pushState(null, "", location.pathname);
   show();
+  showPlace();
   say("New chat");
-  prompt.focus();
+  focusPrompt();
+}
+
+/** Without a keyboard, one on the screen would open and hide the text. */
+function focusPrompt() {
+  if (!matchMedia("(pointer: coarse)").matches) prompt.focus();
 }
 
 function fit() {
@@ -200,6 +348,7 @@ prompt.addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (sidebar.close()) return;
   if (running) stop();
   else cancelEdit();
 });
@@ -215,7 +364,37 @@ byId("settings-clear").addEventListener("click", () => {
   for (const name of SETTINGS) byId(name).value = "";
 });
 
-show();
-fit();
-await loadModels();
-new Machine(api).start();
+window.addEventListener("hashchange", route);
+window.addEventListener("popstate", route);
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) lookAgain();
+});
+window.addEventListener("focus", lookAgain);
+window.addEventListener("pagehide", () => {
+  const answer = conversation.last;
+  if (!running || !answer.content) return;
+  answer.mark = "stopped";
+  stop();
+  keepLeaving(store, conversation, systemPrompt());
+});
+// Back from the browser's cache, the page may not know its conversation's key.
+window.addEventListener("pageshow", (event) => {
+  if (event.persisted) location.reload();
+});
+
+async function start() {
+  show();
+  fit();
+  await loadModels();
+  const { saved } = await store.list("", 1).catch(() => ({ saved: true }));
+  if (!saved) {
+    store = new MemoryStore();
+    sidebar.store = store;
+  }
+  byId("empty-text").textContent = saved ? SAVED : NOT_SAVED;
+  await sidebar.refresh();
+  await route();
+  new Machine(api).start();
+}
+
+await start();
