@@ -46,12 +46,17 @@ def sessions(server: ServerProcess) -> Iterator[Sessions]:
 
 
 def opened(tab: Browser, server: ServerProcess, place: str = "", width: int = 1280) -> None:
-    tab.open("about:blank")
+    leave(tab)  # another place on the same page would not load it anew
     tab.open(f"{server.url}/{place}", width=width)
     tab.until("document.querySelector('#model')?.options.length")
     tab.until("document.querySelector('#activity').textContent !== 'Connecting'")
     tab.run("document.querySelector('#temperature').value = '0'")
     tab.run("document.querySelector('#max_tokens').value = '8'")
+
+
+def leave(tab: Browser) -> None:
+    tab.call("Page.navigate", url="about:blank")
+    tab.until("location.href === 'about:blank'")
 
 
 def ask(tab: Browser, text: str) -> None:
@@ -76,9 +81,8 @@ def turns_become(sessions: Sessions, key: int, questions: list[str]) -> list[Tur
 
 def press_button(tab: Browser, label: str) -> None:
     """Press a button of the conversation that is shown."""
-    tab.run(
-        f"{ITEMS}.flatMap(i => [...i.querySelectorAll('button')]).find(b => b.textContent === '{label}').focus()"
-    )
+    buttons = "[...document.querySelectorAll('#conversations button')]"
+    tab.run(f"{buttons}.find(b => b.textContent === '{label}').focus()")
     tab.press("Enter")
 
 
@@ -156,9 +160,7 @@ def test_conversations_are_renamed_copied_found_and_deleted_with_the_keyboard(
     # The focus stays with the button.
     tab.until("document.activeElement.textContent === 'Rename'")
     # A copy up to the first answer.
-    tab.run(
-        "[...document.querySelectorAll('.message button')].find(b => b.textContent === 'Fork here').click()"
-    )
+    tab.run("[...document.querySelectorAll('[data-fork]')].find(b => b.textContent === 'Fork here').click()")
     tab.until(f"location.hash !== '#c{fox}'")
     tab.until("document.querySelectorAll('.message').length === 2")
     copied = int(tab.run("location.hash.slice(2)"))
@@ -197,15 +199,17 @@ def test_what_was_written_is_kept_when_the_page_closes(
     opened(tab, server)
     # Without room between tokens the demo would be done first.
     tab.run(
-        "window.realFetch = fetch; window.fetch = (path, options) => realFetch(path, path.includes('/v1/chat') ? {"
-        "...options, body: JSON.stringify({...JSON.parse(options.body), max_tokens: 900, logit_bias: {'0': -100}})"
-        "} : options)"
+        "window.realFetch = fetch; "
+        "window.more = {max_tokens: 900, logit_bias: {'0': -100}}; "
+        "window.slow = (body) => JSON.stringify({...JSON.parse(body), ...more}); "
+        "window.fetch = (path, options) => realFetch(path, path.includes('/v1/')"
+        " ? {...options, body: slow(options.body)} : options)"
     )
     tab.run("document.querySelector('#prompt').focus()")
     tab.type("Tell me a story.")
     tab.press("Enter")
     tab.until(f"{LAST}?.querySelector('.body').textContent.length > 20")
-    tab.open("about:blank")
+    leave(tab)
     for _ in range(PATIENCE_S * 20):
         if lines := sessions.summaries():
             break

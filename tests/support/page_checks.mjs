@@ -253,7 +253,8 @@ test("requests hold the conversation and the settings that were given", () => {
   conversation.last.content = "Yes";
   conversation.again();
   assert.deepEqual(conversation.request("m", {}).messages.map((one) => one.content), ["Hi", "Hello", "More"]);
-  assert.equal(conversation.takeBack(), "More");
+  assert.deepEqual(conversation.lastQuestion, { text: "More", before: 2 });
+  conversation.takeBack();
   assert.equal(conversation.messages.length, 2);
 });
 
@@ -360,13 +361,27 @@ test("an answer again, or an edit, replaces the stored turn once there is an ans
   await keepTurns(store, talk, null, "");
   assert.deepEqual((await store.read(talk.id)).turns.map(({ answer }) => answer), ["1", "two"]);
   assert.deepEqual(talk.undone, []);
-  assert.equal(talk.takeBack(), "b");
-  assert.equal(talk.takeBack(), "a");
+  talk.takeBack();
+  talk.takeBack();
   asked(talk, "first, edited", "one");
   await keepTurns(store, talk, null, "");
   const kept = await store.read(talk.id);
   assert.deepEqual(kept.turns.map(({ question }) => question), ["first, edited"]);
   assert.equal(kept.title, "first, edited");
+});
+
+test("an answer that is taken back while it is being kept is replaced too", async () => {
+  const store = new MemoryStore();
+  const talk = new Conversation();
+  asked(talk, "a", "1");
+  asked(talk, "b", "2");
+  const keeping = keepTurns(store, talk, null, "");
+  talk.takeBack();
+  asked(talk, "c", "3");
+  assert.equal((await keeping).others, false);
+  await keepTurns(store, talk, null, "");
+  assert.deepEqual((await store.read(talk.id)).turns.map(({ question }) => question), ["a", "c"]);
+  assert.deepEqual(talk.undone, []);
 });
 
 test("a conversation that was deleted elsewhere goes on as a new one with new turns", async () => {

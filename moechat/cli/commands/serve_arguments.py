@@ -20,7 +20,8 @@ Without MODEL, every model of the library can be asked for by name, and is loade
 of this machine can connect; another --host needs a key. Ctrl-C ends the server.
 
 Addresses: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, \
-/metrics, /moechat/state, and / for a page with a chat and the machine at work.
+/metrics, /moechat/state, /moechat/conversations, and / for a page with a chat, your saved conversations \
+and the machine at work.
 """
 _EXAMPLES = """\
 moechat serve demo

@@ -21,8 +21,8 @@ export class Conversation {
   system = "";
   /** Index of the first message that is sent; older ones no longer fit the model's context. */
   firstSent = 0;
-  /** Keys of stored turns that were taken back, and are not yet where it is kept. */
-  undone = [];
+  /** @type {Message[]} Answers that were taken back here, and perhaps not yet where it is kept. */
+  dropped = [];
 
   /** A stored conversation. */
   static from({ id, title, updated, system, turns }) {
@@ -52,10 +52,21 @@ export class Conversation {
     return this.#answer();
   }
 
-  /** Drop the last question and its answer; returns the question's text. */
+  /** Drop the last question and its answer. */
   takeBack() {
     while (this.last?.role === "assistant") this.#drop();
-    return this.messages.pop()?.content ?? "";
+    this.messages.pop();
+  }
+
+  /** The text of the last question, and the number of messages before it. */
+  get lastQuestion() {
+    const at = this.messages.findLastIndex(({ role }) => role === "user");
+    return { text: this.messages[at]?.content ?? "", before: Math.max(0, at) };
+  }
+
+  /** Keys of stored turns that were taken back; an answer gets its key when it is stored, perhaps only now. */
+  get undone() {
+    return this.dropped.map(({ turn }) => turn).filter(Boolean);
   }
 
   /** The last message. */
@@ -90,8 +101,7 @@ export class Conversation {
   }
 
   #drop() {
-    const { turn } = this.messages.pop();
-    if (turn !== null) this.undone.push(turn);
+    this.dropped.push(this.messages.pop());
   }
 
   #answer() {

@@ -16,8 +16,8 @@ import { turnOf } from "./conversation.js";
 export async function keepTurns(store, talk, running, system) {
   const pairs = talk.unsaved(running);
   if (!pairs.length) return { kept: false, deleted: false, others: false };
-  const undone = [...talk.undone];
   const change = changeOf(talk, pairs, system);
+  const known = [...talk.turnIds, ...talk.undone];
   let kept;
   let deleted = false;
   try {
@@ -30,9 +30,10 @@ export async function keepTurns(store, talk, running, system) {
   pairs.forEach((pair, at) => {
     for (const message of pair) message.turn = kept.added_ids[at];
   });
-  talk.undone = talk.undone.filter((turn) => !undone.includes(turn));
+  talk.dropped = talk.dropped.filter(({ turn }) => !change.undone.includes(turn));
+  known.push(...kept.added_ids);
   Object.assign(talk, { id: kept.id, title: kept.title, updated: kept.updated, system });
-  return { kept: true, deleted, others: kept.turn_ids.some((turn) => !talk.turnIds.includes(turn)) };
+  return { kept: true, deleted, others: kept.turn_ids.some((turn) => !known.includes(turn)) };
 }
 
 /**
@@ -50,7 +51,7 @@ export function keepLeaving(store, talk, system) {
 }
 
 function changeOf(talk, pairs, system) {
-  const change = { turns: pairs.map(turnOf), undone: [...talk.undone] };
+  const change = { turns: pairs.map(turnOf), undone: talk.undone };
   // One that is unchanged here does not replace a change by others.
   if (system !== talk.system) change.system = system;
   return change;

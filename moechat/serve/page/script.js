@@ -26,7 +26,7 @@ let store = new ServerStore(api);
 const sidebar = new Sidebar(store, { renamed, deleted: newChat, forked: (id) => go(id), say });
 let conversation = new Conversation();
 let running = null; // AbortController of the answer under way
-let taken = null; // what was taken back for editing
+let taken = null; // the draft that was there before the last question is edited
 let saving = Promise.resolve(); // turns are kept one after the other
 
 // ---- key and models
@@ -81,7 +81,9 @@ function show() {
   byId("send").hidden = busy;
   byId("stop").hidden = !busy;
   byId("editing").hidden = taken === null;
-  list.show(conversation.messages, busy, taken === null);
+  // While the last question is edited, the messages before it are shown as they will be once it is sent.
+  const { before } = conversation.lastQuestion;
+  list.show(taken ? conversation.messages.slice(0, before) : conversation.messages, busy, taken === null);
 }
 
 async function answerTo(answer) {
@@ -281,13 +283,12 @@ function leaveConversation() {
 function send() {
   const text = prompt.value;
   if (!text.trim() || running) return;
+  if (taken) conversation.takeBack();
   taken = null;
   prompt.value = "";
   fit();
   answerTo(conversation.ask(text));
 }
-
-// While a message is edited, those before it are as they will be once it is sent.
 
 function again() {
   if (!running && !taken && conversation.messages.length) answerTo(conversation.again());
@@ -295,9 +296,8 @@ function again() {
 
 function edit() {
   if (running || taken || !conversation.messages.length) return;
-  const { messages, undone } = conversation;
-  taken = { messages: [...messages], undone: [...undone], draft: prompt.value };
-  prompt.value = conversation.takeBack();
+  taken = { draft: prompt.value };
+  prompt.value = conversation.lastQuestion.text;
   show();
   fit();
   prompt.focus();
@@ -305,8 +305,6 @@ function edit() {
 
 function cancelEdit() {
   if (!taken) return;
-  conversation.messages = taken.messages;
-  conversation.undone = taken.undone;
   prompt.value = taken.draft;
   taken = null;
   show();
