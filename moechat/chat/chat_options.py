@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moechat.chat.template_options import TemplateOptions
 from moechat.errors import UsageError
 from moechat.safe_text import one_line
 from moechat.validation import require_number, require_whole
@@ -33,12 +34,14 @@ class Generation:
         origins: Their sources, in words; the command line where missing.
         changed: Changed by ``/set``; ``None`` restores the model's own.
         fixed: Further arguments of the engine's ``generate``, which ``/set`` cannot change.
+        template: Values for the chat template.
     """
 
     given: dict[str, float] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     changed: dict[str, float | None] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
     def value(self, name: str) -> float | None:
         """The value of a setting; ``None`` for the model's own."""
@@ -74,8 +77,12 @@ class Generation:
         }
 
 
-def setting_of(name: str) -> str:
+def setting_of(name: str, others: Sequence[str] = ()) -> str:
     """Find a name in ``NAMES``, ignoring case, also with hyphens.
+
+    Args:
+        name: The name.
+        others: Further settings, to be named in the hint.
 
     Raises:
         UsageError: The name is unknown.
@@ -83,7 +90,7 @@ def setting_of(name: str) -> str:
     known = name.lower().replace("-", "_")
     if known not in NAMES:
         raise UsageError(
-            f"there is no setting {one_line(name)[:40]}", hint=f"choose one of {', '.join(NAMES)}"
+            f"there is no setting {one_line(name)[:40]}", hint=f"choose one of {', '.join((*NAMES, *others))}"
         )
     return known
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moechat.chat.chat_options import MODELS_OWN, NAMES, setting_of
+from moechat.chat.code_blocks import last_code_block
+from moechat.chat.command_settings import change_setting, setting_rows
 from moechat.chat.commands import help_text, unquoted
+from moechat.chat.terminal.clipboard import copy_to_clipboard
 from moechat.chat.text_files import Stamp, path_of, read_text, write_text
 from moechat.errors import SessionsUnavailableError, UsageError
 from moechat.history.attachments import without_files
@@ -75,36 +77,10 @@ class Commands:
         self._say("the system prompt is set" if text else "there is no system prompt any more")
 
     def _set(self, text: str) -> None:
-        if not text:
-            self._session.status.table(self._settings())
-            return
-        name, _, value = text.replace("=", " ", 1).partition(" ")
-        name = setting_of(name)
-        if not value.strip():
-            raise UsageError(f"/set {name} needs a value", hint="'default' restores the model's own")
-        self._session.generation = self._session.generation.with_text(name, value.strip())
-        if name == "max_tokens":
-            self._session.changed()  # the space for turns depends on it
-        self._session.status.table([row for row in self._settings() if row[0] == name])
-
-    def _settings(self) -> list[tuple[str, str]]:
-        generation, sampling = self._session.generation, self._session.models.engine.sampling
-        shown = {
-            name: value
-            for name in NAMES
-            if name not in ("seed", "max_tokens") and (value := generation.value(name)) is not None
-        }
-        in_effect = sampling.override(**shown)
-        unset = {"seed": "a fresh one each time", "max_tokens": "what the context holds"}
-        rows = []
-        for name in NAMES:
-            chosen = generation.value(name)
-            shown_value = getattr(in_effect, name, unset.get(name)) if chosen is None else chosen
-            origin = generation.origin(name)
-            # Truncating the distribution turns sampling on.
-            implied = origin == MODELS_OWN and getattr(in_effect, name, None) != getattr(sampling, name, None)
-            rows.append((name, f"{shown_value}  ({'follows from the others' if implied else origin})"))
-        return rows
+        if text:
+            change_setting(self._session, text)
+        else:
+            self._session.status.table(setting_rows(self._session))
 
     def _show(self, text: str) -> None:
         session, engine = self._session, self._session.models.engine
@@ -121,7 +97,7 @@ class Commands:
             ("system prompt", "none" if system is None else title_of(system)),
         ]
         loading = [(name, f"{value}  ({origin})") for name, value, origin in session.options.loading]
-        session.status.table([*rows, *loading, *self._settings()])
+        session.status.table([*rows, *loading, *setting_rows(self._session)])
 
     def _left_out(self) -> str:
         count = self._session.conversation.first_sent
@@ -152,6 +128,23 @@ class Commands:
         files = before.removesuffix(without_files(before))
         if not self._session.turn(files + text, replace_last=True):
             self._say("(the previous question and its answer stay)")
+
+    def _copy(self, text: str) -> None:
+        turns = self._session.conversation.turns
+        if text not in ("", "code"):
+            raise UsageError(f"/copy {one_line(text)[:40]}: it takes nothing, or code")
+        if not turns:
+            raise UsageError("there is no answer to copy yet")
+        copied = turns[-1].answer.strip("\n") if not text else last_code_block(turns[-1].answer)
+        if copied is None or not copied.strip():
+            raise UsageError("the last answer has no block of code" if text else "the last answer is empty")
+        how = copy_to_clipboard(copied)
+        lines = copied.count("\n") + 1
+        what = f"{len(copied):,} characters in {lines:,} line{'s'[: lines != 1]}"
+        if how.program:
+            self._say(f"copied: {what}")
+        else:
+            self._say(f"sent to the terminal's clipboard: {what}; some terminals ignore that")
 
     def _undo(self, text: str) -> None:
         turn = self._session.conversation.undo()
@@ -267,12 +260,19 @@ class Commands:
 
     def _model(self, text: str) -> None:
         self._session.changed()
+        session = self._session
         try:
-            self._session.models.use(unquoted(text))
+            options = session.models.use(unquoted(text))
         except KeyboardInterrupt:
-            self._say(f"(stopped; {self._session.models.engine.name} stays)")
+            self._say(f"(stopped; {session.models.engine.name} stays)")
             return
-        self._say(f"{self._session.models.engine.name} goes on with this conversation")
+        prompt_changed = options is not None and session.adopt(options)
+        self._say(f"{session.models.engine.name} goes on with this conversation")
+        if prompt_changed:
+            session.record()
+            now = session.conversation.system
+            gone = "there is no system prompt any more"
+            self._say(gone if now is None else f"the system prompt: {title_of(now)}")
 
     def _say(self, message: str) -> None:
         self._session.status.notice(message)

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("map", "", "where every expert is: in memory, on its way, or not"),
     Command("regen", "", "answer the last question again"),
     Command("edit", "TEXT", "put TEXT in place of the last question, and answer it"),
+    Command("copy", "[code]", "copy the last answer, or its last block of code, to the clipboard"),
     Command("undo", "", "take the last question and its answer back"),
     Command("save", "FILE", "write the conversation: .json, or .md for people", files=True),
     Command("load", "FILE", "go on with a conversation from a .json file", files=True),

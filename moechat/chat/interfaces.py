@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from moechat.chat.chat_options import ChatOptions
     from moechat.steps import Step
 
 
@@ -48,6 +49,10 @@ class ChatEngine(Protocol):
     @property
     def has_chat_template(self) -> bool:
         """Whether it takes messages."""
+
+    @property
+    def template_variables(self) -> frozenset[str] | None:
+        """Variables that its chat template reads beside messages and tools; ``None``: not known."""
 
     @property
     def sampling(self) -> Any:
@@ -95,8 +100,11 @@ class Models(Protocol):
             NoModelError: None is loaded.
         """
 
-    def use(self, name: str) -> None:
-        """Replace the model. On failure the previous one is loaded again.
+    def use(self, name: str) -> ChatOptions | None:
+        """Replace the model. On failure the previous one stays, or is loaded again.
+
+        Returns:
+            The options that come with it, such as those of a preset; ``None``: as before.
 
         Raises:
             NoModelError: Neither model can be loaded; another call may succeed.

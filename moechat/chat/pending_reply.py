@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from moechat.errors import PromptTooLongError
 if TYPE_CHECKING:
     from moechat.chat.chat_options import Generation
     from moechat.chat.interfaces import ChatEngine
+    from moechat.chat.template_options import TemplateOptions
     from moechat.history.conversation import Conversation
     from moechat.steps import Step
 
@@ -68,9 +69,8 @@ def start_reply(
         tokens = 2 * engine.context_length  # a lower bound where encoding itself raises
         room = 1 if first_sent == end else reserve
         try:
-            prompt = engine.encode(
-                [*conversation.messages(first_sent), {"role": "user", "content": question}]
-            )
+            messages = [*conversation.messages(first_sent), {"role": "user", "content": question}]
+            prompt = encode_messages(engine, messages, generation.template)
             tokens = len(prompt)
             thought = thought_end(engine, prompt)
             arguments = behind_thinking(generation.arguments, thought)
@@ -100,6 +100,23 @@ def start_reply(
             probe = max(found.first_sent - step, (low + found.first_sent) // 2)
         step *= 2
     return found
+
+
+def encode_messages(
+    engine: ChatEngine, messages: Sequence[Mapping[str, Any]], options: TemplateOptions
+) -> Sequence[int]:
+    """The tokens of messages through the chat template, with the user's values for it.
+
+    Args:
+        engine: The model.
+        messages: In OpenAI's form.
+        options: The values.
+
+    Raises:
+        UsageError: The chat template refuses them.
+    """
+    values = options.values(engine.template_variables)
+    return engine.encode(messages, template_options=values) if values else engine.encode(messages)
 
 
 def behind_thinking(arguments: dict[str, Any], end: str) -> dict[str, Any]:

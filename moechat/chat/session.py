@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.chat.pending_reply import start_reply
+from moechat.chat.pending_reply import encode_messages, start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.session_recorder import Recorder
 from moechat.chat.signals import OneInterrupt, when_continued
@@ -176,6 +177,25 @@ class ChatSession:
         self.files = []
         self.changed()
 
+    def adopt(self, options: ChatOptions) -> bool:
+        """Take the settings and the system prompt that come with another model.
+
+        What ``/set`` and ``/system`` have changed stays.
+
+        Returns:
+            Whether the system prompt changed.
+        """
+        changed = self.generation.changed
+        template = replace(options.generation.template, changed=self.generation.template.changed)
+        self.generation = replace(options.generation, changed=changed, template=template)
+        own = self.conversation.system != self.options.system  # set by /system, or of a loaded conversation
+        before = self.conversation.system
+        if not own:
+            self.conversation.system = options.system
+        self.options = options
+        self.changed()
+        return self.conversation.system != before
+
     def changed(self) -> None:
         """Count the context again after a change, and send the oldest turns again where there is room."""
         self._counted = False
@@ -184,10 +204,12 @@ class ChatSession:
     def context_used(self) -> int | None:
         """Tokens of the conversation as the model gets it; ``None`` if its chat template refuses it."""
         if not self._counted:
-            self._used, self._counted = None, True
-            messages = self.conversation.messages()
-            with suppress(MoechatError):
-                self._used = len(self.models.engine.encode(messages)) if self.conversation.turns else 0
+            self._used, self._counted = None if self.conversation.turns else 0, True
+            if self.conversation.turns:
+                messages = self.conversation.messages()
+                with suppress(MoechatError):
+                    tokens = encode_messages(self.models.engine, messages, self.generation.template)
+                    self._used = len(tokens)
         return self._used
 
     def context_line(self) -> str:

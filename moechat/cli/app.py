@@ -10,6 +10,7 @@ import typer
 
 from moechat.cli.arguments import register
 from moechat.cli.commands.bench_arguments import BenchCommand
+from moechat.cli.commands.config_arguments import config_app
 from moechat.cli.commands.count_arguments import CountCommand
 from moechat.cli.commands.help import register_help
 from moechat.cli.commands.library_arguments import register_library
@@ -93,7 +94,7 @@ def parse(arguments: list[str]) -> Action:
         defaults = apply_settings(command, settings)
     except MoechatError:
         # These are what helps to mend it.
-        if not ({"-h", "--help", "--version"} & set(arguments) or arguments[:1] == ["doctor"]):
+        if not ({"-h", "--help", "--version"} & set(arguments) or arguments[:1] in (["doctor"], ["config"])):
             raise
         defaults = {}
     # Not command.main(): it would turn interrupts and broken pipes into exit statuses of its own.
@@ -246,3 +247,4 @@ register_help(_commands)
 for _registered in _commands.registered_commands:
     _registered.cls = ExplainingCommand
 _commands.add_typer(sessions_app, name="sessions")
+_commands.add_typer(config_app, name="config")

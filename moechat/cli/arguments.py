@@ -13,12 +13,16 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 import typer
 
-from moechat.cli.config.setting_origins import origins_of
+from moechat.cli.config.setting_origins import origins_of, own_names_of
 from moechat.cli.parameters import Action
 
 
 class Arguments(Protocol):
-    """A dataclass of arguments; a field ``origins`` receives the sources of values that were not typed."""
+    """A dataclass of arguments.
+
+    A field ``origins`` receives the sources of values that were not typed; ``own`` and ``preset`` receive the
+    user's own names, and the preset that was applied.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     HELP: ClassVar[str]
@@ -72,5 +76,7 @@ class _Callback:
     def __call__(self, context: typer.Context, **values: Any) -> Action:
         if "origins" in self._arguments.__dataclass_fields__:
             values["origins"] = origins_of(context)
+        if "own" in self._arguments.__dataclass_fields__:
+            values |= own_names_of(context)
         arguments = self._arguments(**values)
         return lambda: self._run(arguments)

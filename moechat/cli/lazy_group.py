@@ -49,6 +49,11 @@ class LazyGroup(TyperGroup):
             self._build(name)
         return self.commands
 
+    def built_one(self, name: str) -> Any:
+        """Build one command; returns it."""
+        self._build(name)
+        return self.commands[name]
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command named by the first argument."""
         self._build(args[0])

@@ -228,6 +228,11 @@ class Engine:
         return self.prompts.has_chat_template
 
     @property
+    def template_variables(self) -> frozenset[str] | None:
+        """Variables that the chat template reads, such as ``enable_thinking``; ``None``: not known."""
+        return self.prompts.template_variables
+
+    @property
     def stats(self) -> Stats:
         """Measurements of the last answer."""
         loaded, tuning = self.loaded, self._plans.tuning

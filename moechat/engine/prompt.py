@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moechat.engine.messages import check_messages
+from moechat.engine.template_variables import template_variables
 from moechat.errors import PromptTooLongError, UsageError
 from moechat.offload.budget import MemoryPlan
 from moechat.validation import require_whole, shown
@@ -52,6 +53,11 @@ class PromptEncoder:
         if not self.has_chat_template:
             return ""
         return str(self.tokenizer.get_chat_template(tools=[{}] if tools else None))
+
+    @property
+    def template_variables(self) -> frozenset[str] | None:
+        """The variables that the chat template reads, beside those that all get; see the function."""
+        return template_variables(self._template_text()) if self.has_chat_template else frozenset()
 
     @property
     def special_tokens(self) -> tuple[str, ...]:

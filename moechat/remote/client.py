@@ -45,12 +45,13 @@ class RemoteClient:
     Args:
         url: With or without ``/v1``.
         attempts: Times that a request is sent while the server is busy.
+        key_variable: The environment variable with the server's key; empty: the one for any server.
 
     Raises:
         UsageError: It is no URL of a server.
     """
 
-    def __init__(self, url: str, *, attempts: int = len(_WAITS) + 1) -> None:
+    def __init__(self, url: str, *, attempts: int = len(_WAITS) + 1, key_variable: str = "") -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise UsageError(
@@ -67,7 +68,8 @@ class RemoteClient:
         self.host = parts.netloc
         self._attempts = max(1, attempts)
         headers = {"User-Agent": f"moechat/{__version__}"}
-        key = api_key(self.host)
+        self._key_variable = key_variable or VARIABLE
+        key = api_key(self.host, key_variable)
         if key:
             headers["Authorization"] = f"Bearer {key}"
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
@@ -115,7 +117,7 @@ class RemoteClient:
                     except (ValueError, RecursionError):
                         raise RemoteError(f"{self.host} sends an event that is not JSON") from None
                     if found.get("error"):
-                        raise _refusal(500, found, self.host)
+                        raise _refusal(500, found, self.host, self._key_variable)
                     yield found
             except httpx.TimeoutException:
                 raise RemoteError(f"{self.host} has sent nothing for {_READ_S:g} s") from None
@@ -150,7 +152,7 @@ class RemoteClient:
                 if response.status_code in _BUSY and not last:
                     time.sleep(_retry_after(response, wait))
                     continue
-                raise _refused(response, self.host)
+                raise _refused(response, self.host, self._key_variable)
 
 
 def _retry_after(response: httpx.Response, default: float) -> float:
@@ -186,15 +188,15 @@ def _object(value: Any, host: str) -> dict[str, Any]:
     return value
 
 
-def _refused(response: httpx.Response, host: str) -> MoechatError:
+def _refused(response: httpx.Response, host: str, variable: str) -> MoechatError:
     try:
         found = json.loads(_read(response, host)[: 1 << 20])
     except (ValueError, RecursionError, httpx.HTTPError):
         found = {}
-    return _refusal(response.status_code, found if isinstance(found, dict) else {}, host)
+    return _refusal(response.status_code, found if isinstance(found, dict) else {}, host, variable)
 
 
-def _refusal(status: int, found: dict[str, Any], host: str) -> MoechatError:
+def _refusal(status: int, found: dict[str, Any], host: str, variable: str) -> MoechatError:
     """The error of a body in OpenAI's form, or in vLLM's older one."""
     inner = found.get("error")
     error: dict[str, Any] = inner if isinstance(inner, dict) else found
@@ -203,7 +205,7 @@ def _refusal(status: int, found: dict[str, Any], host: str) -> MoechatError:
     if any(mark in f"{error.get('code')} {error.get('type')} {text}" for mark in _CONTEXT_MARKS):
         return PromptTooLongError(message)
     if status in (401, 403):
-        return NotAllowedError(message, hint=f"set {VARIABLE} to the key of this server")
+        return NotAllowedError(message, hint=f"set {variable} to the key of this server")
     if status == 404:
         return ModelNotFoundError(message, hint="the URL mostly ends in /v1; /v1/models lists the models")
     if 400 <= status < 500 and status not in _BUSY:

@@ -84,10 +84,18 @@ class _ServersOwn:
 
 
 class RemotePrompt(Sequence[int]):
-    """Messages, or a text to continue; its length is an estimate of its tokens."""
+    """Messages, or a text to continue; its length is an estimate of its tokens.
 
-    def __init__(self, content: str | Sequence[Mapping[str, Any]]) -> None:
+    Args:
+        content: The messages or the text.
+        template_options: Values for the server's chat template.
+    """
+
+    def __init__(
+        self, content: str | Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> None:
         self.content = content
+        self.template_options = dict(template_options or {})
         texts = [content] if isinstance(content, str) else [str(one.get("content") or "") for one in content]
         self._tokens = max(1, sum(len(text) for text in texts) // _CHARACTERS_PER_TOKEN)
 
@@ -115,6 +123,7 @@ class RemoteEngine:
     Args:
         url: Of the server.
         model: Its name there; ``default`` takes the first one.
+        key_variable: The environment variable with the server's key; empty: the one for any server.
 
     Raises:
         MoechatError: The server cannot be reached or refuses, or has no such model.
@@ -126,10 +135,14 @@ class RemoteEngine:
 
     has_chat_template = True
 
-    def __init__(self, url: str, model: str = DEFAULT_MODEL) -> None:
-        self.client = RemoteClient(url)
+    def __init__(self, url: str, model: str = DEFAULT_MODEL, *, key_variable: str = "") -> None:
+        self.client = RemoteClient(url, key_variable=key_variable)
         self.stats = RemoteStats()
-        entry = self._find(model)
+        try:
+            entry = self._find(model)
+        except BaseException:
+            self.client.close()
+            raise
         self.name = str(entry["id"])
         told = [entry.get(key) for key in _CONTEXT_FIELDS]
         meta = entry.get("meta")
@@ -172,9 +185,19 @@ class RemoteEngine:
         """Empty: the server has the tokens."""
         return ""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> RemotePrompt:
-        """The prompt; the server encodes it."""
-        return RemotePrompt(prompt)
+    @property
+    def template_variables(self) -> None:
+        """Not known: the server has the template."""
+        return
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> RemotePrompt:
+        """The prompt; the server encodes it, with the values for its chat template."""
+        return RemotePrompt(prompt, template_options)
 
     def generate(
         self,
@@ -217,6 +240,8 @@ class RemoteEngine:
         if grammar is not None:
             schema = {"name": "answer", "schema": grammar, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if asked.template_options:
+            body["chat_template_kwargs"] = asked.template_options
         if isinstance(asked.content, str):
             return self._steps("/completions", {**body, "prompt": asked.content}, progress)
         return self._steps("/chat/completions", {**body, "messages": list(asked.content)}, progress)

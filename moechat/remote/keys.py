@@ -11,18 +11,20 @@ VARIABLE = "MOECHAT_API_KEY"
 _SERVICE = "moechat"
 
 
-def api_key(host: str) -> str:
+def api_key(host: str, variable: str = "") -> str:
     """The key for a host; empty if there is none.
 
     Args:
         host: Name and port, as in the URL; the name of the keyring's entry.
+        variable: The variable for this server; empty: :data:`VARIABLE`, which is for any server.
 
     Raises:
         UsageError: The variable holds something that cannot be a key.
     """
-    key = os.environ.get(VARIABLE, "").strip() or _from_keyring(host)
+    name = variable or VARIABLE
+    key = os.environ.get(name, "").strip() or _from_keyring(host)
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise UsageError(f"{VARIABLE} holds no key: it has white space or other characters than ASCII")
+        raise UsageError(f"{name} holds no key: it has white space or other characters than ASCII")
     return key
 
 

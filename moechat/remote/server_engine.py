@@ -119,6 +119,12 @@ class ServerEngine:
         self._bytes: dict[int, bytes] = {}
 
     @property
+    def template_variables(self) -> frozenset[str] | None:
+        """Names that the chat template reads; see ``Engine.template_variables``."""
+        found = self._facts["template_variables"]
+        return None if found is None else frozenset(found)
+
+    @property
     def sampling(self) -> Any:
         """The model's own settings."""
         return _Sampling(**self._facts["sampling"])

@@ -19,7 +19,7 @@ from moechat import __version__
 from moechat.serve import sse
 from moechat.serve.anthropic_messages import MessageAnswer, MessageRequest
 from moechat.serve.api_errors import ApiError
-from moechat.serve.conversation import Conversation
+from moechat.serve.conversation import AnswerDefaults, Conversation
 from moechat.serve.counters import Counters, Gauge
 from moechat.serve.guard import Guard
 from moechat.serve.handling import answering, read_body
@@ -54,11 +54,19 @@ class Service:
         worker: Computes answers.
         names: The names of models that clients may use, the first one first.
         counters: For ``/metrics``.
+        defaults: What the answers of a model have where a client asks for nothing else, by its name.
     """
 
-    def __init__(self, worker: Worker, names: Callable[[], list[str]], counters: Counters) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        names: Callable[[], list[str]],
+        counters: Counters,
+        defaults: Callable[[str], AnswerDefaults],
+    ) -> None:
         self._worker = worker
         self._names = names
+        self._defaults = defaults
         self._counters = counters
         self._started = time.time()
 
@@ -67,7 +75,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         asked = ChatRequest.parse(await read_body(request))
-        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        reply = await self._converse(request, asked.conversation)
         return await _respond(request, ChatAnswer(asked, reply), reply, stream=asked.stream)
 
     async def completions(self, request: Request) -> Response:
@@ -79,18 +87,19 @@ class Service:
     async def responses(self, request: Request) -> Response:
         """``POST /v1/responses``."""
         asked = ResponseRequest.parse(await read_body(request))
-        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        reply = await self._converse(request, asked.conversation)
         return await _respond(request, ResponseAnswer(asked, reply), reply, stream=asked.stream)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``, Anthropic's protocol."""
         asked = MessageRequest.parse(await read_body(request))
-        reply = await self._begin(request, asked.conversation.job(), asked.conversation)
+        reply = await self._converse(request, asked.conversation)
         return await _respond(request, MessageAnswer(asked, reply), reply, stream=asked.stream)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
         asked = MessageRequest.parse(await read_body(request), counts_only=True)
+        asked.conversation.adopt(self._defaults(asked.conversation.model))
         reply = await self._begin(request, asked.conversation.job(counts_only=True))
         return JSONResponse({"input_tokens": reply.begun.prompt_tokens})
 
@@ -102,6 +111,11 @@ class Service:
             "another server",
             code="unsupported_endpoint",
         )
+
+    async def _converse(self, request: Request, conversation: Conversation) -> Reply:
+        """Begin a reply in a conversation; raises as :meth:`_begin`."""
+        conversation.adopt(self._defaults(conversation.model))
+        return await self._begin(request, conversation.job(), conversation)
 
     async def _begin(self, request: Request, job: Job, conversation: Conversation | None = None) -> Reply:
         """Wait until the prompt is accepted.
@@ -181,6 +195,7 @@ def make_app(
     names: Callable[[], list[str]],
     counters: Counters,
     feed: StateFeed,
+    defaults: Callable[[str], AnswerDefaults] = lambda _name: AnswerDefaults(),
 ) -> Guard:
     """The application, guarded.
 
@@ -190,8 +205,9 @@ def make_app(
         names: The names of models that clients may use.
         counters: Counts requests and answers.
         feed: The state of the machine.
+        defaults: What the answers of a model have where a client asks for nothing else, by its name.
     """
-    service = Service(worker, names, counters)
+    service = Service(worker, names, counters, defaults)
     routes = [
         Route("/v1/chat/completions", answering(service.chat), methods=["POST"]),
         Route("/v1/completions", answering(service.completions), methods=["POST"]),

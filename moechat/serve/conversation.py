@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     from moechat import Engine
 
 Choice = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True)
+class AnswerDefaults:
+    """What a model's answers have where a client asks for nothing else.
+
+    Attributes:
+        system: The system prompt.
+        options: Keyword arguments of ``Engine.generate``.
+        template_options: Makes values for a chat template of the variables that it reads, if known.
+    """
+
+    system: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Callable[[frozenset[str] | None], Mapping[str, Any]] = lambda _variables: {}
+
+
+_NO_DEFAULTS = AnswerDefaults()
+# Roles of messages that take the place of a system prompt.
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass
@@ -55,8 +75,17 @@ class Conversation:
     format: ReplyFormat = field(default_factory=lambda: FORMATS["plain"])
 
     def __post_init__(self) -> None:
+        self._defaults = _NO_DEFAULTS
         # Wrong messages are refused before the request waits; which form the template wants is known later.
         to_template_messages(self.messages)
+
+    def adopt(self, defaults: AnswerDefaults) -> None:
+        """Take what the client has not asked for from the defaults of the model."""
+        self._defaults = defaults
+        asked = {name: value for name, value in self.options.items() if value is not None}
+        self.options = {**defaults.options, **asked}
+        if defaults.system is not None and not any(one.get("role") in _SYSTEM_ROLES for one in self.messages):
+            self.messages = [{"role": "system", "content": defaults.system}, *self.messages]
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -87,7 +116,11 @@ class Conversation:
                 hint="take another model, or leave tools out",
             )
         messages = to_template_messages(self.messages, chat_template=template, format=self.format)
-        return engine.encode(messages, tools=tools or None, template_options=self.template_options)
+        options = {
+            **self._defaults.template_options(engine.template_variables),
+            **self.template_options,
+        }
+        return engine.encode(messages, tools=tools or None, template_options=options)
 
     def _grammar(self, engine: Engine, prompt_end: str) -> Grammar:
         if self._must_call:

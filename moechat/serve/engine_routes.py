@@ -29,6 +29,7 @@ from moechat import __version__
 from moechat.errors import MoechatError, NoModelError, UsageError
 from moechat.hub.names import resolve
 from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled
+from moechat.serve.offered_models import OfferedModels
 from moechat.serve.worker import Worker
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ class EngineRoutes:
 
     Args:
         worker: Owns the engine.
-        options: The options that models are loaded with, see ``LoadOptions.given``.
+        models: Those that the server offers.
     """
 
-    def __init__(self, worker: Worker, options: Mapping[str, Any]) -> None:
+    def __init__(self, worker: Worker, models: OfferedModels) -> None:
         self._worker = worker
-        self._options = options
+        self._models = models
 
     def app(self) -> Starlette:
         """The application."""
@@ -68,15 +69,17 @@ class EngineRoutes:
         def facts(engine: Engine | None) -> dict[str, Any]:
             if engine is None:
                 return {"version": __version__, "model": None}
-            described = engine.describe()
+            described, variables = engine.describe(), engine.template_variables
+            model, options = self._models.loading(name)
             return {
                 "version": __version__,
                 "model": name,
-                "is": repr(resolve(name, bits=self._options.get("bits"))),
-                "options": dict(self._options),
+                "is": repr(resolve(model, bits=options.get("bits"))),
+                "options": {key: value for key, value in options.items() if key != "conversations"},
                 "name": engine.name,
                 "context_length": engine.context_length,
                 "has_chat_template": engine.has_chat_template,
+                "template_variables": None if variables is None else sorted(variables),
                 "sampling": vars(engine.sampling),
                 "description": described.to_json(),
                 "rows": described.rows(_size_mark),

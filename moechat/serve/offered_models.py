@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moechat.config import user_paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError, one_line
 from moechat.hub.library import display_names, list_stores
 from moechat.hub.names import resolve
+from moechat.serve.conversation import AnswerDefaults
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
@@ -18,28 +20,66 @@ _DEMO = "demo"
 _ANY = ("", "default")
 
 
+@dataclass(frozen=True)
+class OfferedPreset:
+    """A model under a name of the user's, with settings.
+
+    Attributes:
+        model: Name of the model.
+        load: Keyword arguments of ``moechat.load``, beside those of the server.
+        defaults: What its answers have where a client asks for nothing else.
+    """
+
+    model: str
+    load: Mapping[str, Any]
+    defaults: AnswerDefaults
+
+
 class OfferedModels:
     """One model, or all of the library.
 
     Args:
-        only: The one model, as the user named it; ``None``: all of the library and the demo.
+        only: The one model or preset, as the user named it; ``None``: all of the library, the demo, and all
+            presets.
         options: Keyword arguments of ``moechat.load``.
         loaded: Called with each model that is loaded.
+        presets: The user's presets by name.
     """
 
     def __init__(
-        self, only: str | None, options: dict[str, Any], loaded: Callable[[Engine], None] = lambda _: None
+        self,
+        only: str | None,
+        options: dict[str, Any],
+        loaded: Callable[[Engine], None] = lambda _: None,
+        presets: Mapping[str, OfferedPreset] | None = None,
     ) -> None:
         self._only = only
-        self._shown = "" if only is None else resolve(only, bits=options.get("bits")).name
+        self._presets = presets or {}
         self._options = options
+        self._shown = "" if only is None or only in self._presets else self._name_of(only)
         self._loaded = loaded
 
     def names(self) -> list[str]:
         """Names for clients, the first one first."""
         if self._only is not None:
-            return [self._shown]
-        return sorted({_DEMO, *display_names(list_stores(user_paths()))})
+            return [self._shown or self._only]
+        return sorted({_DEMO, *display_names(list_stores(user_paths())), *self._presets})
+
+    def defaults(self, name: str) -> AnswerDefaults:
+        """What the answers of a model have where a client asks for nothing else."""
+        try:
+            preset = self._presets.get(self.resolve(name))
+        except MoechatError:  # told when the request is begun
+            preset = None
+        return AnswerDefaults() if preset is None else preset.defaults
+
+    def loading(self, name: str) -> tuple[str, dict[str, Any]]:
+        """The model behind a result of :meth:`resolve`, and the keyword arguments that it is loaded with."""
+        preset = self._presets.get(name)
+        return (name, self._options) if preset is None else (preset.model, {**self._options, **preset.load})
+
+    def _name_of(self, model: str) -> str:
+        return resolve(model, bits=self._options.get("bits")).name
 
     def resolve(self, name: str) -> str:
         """The name that a model is loaded by.
@@ -52,6 +92,9 @@ class OfferedModels:
         if self._only is not None:
             if name in (*_ANY, self._only, self._shown):
                 return self._only
+            preset = self._presets.get(self._only)
+            if preset is not None and name in (preset.model, self._name_of(preset.model)):
+                return self._only  # as answers name it
         else:
             names = self.names()
             if name in names:
@@ -71,7 +114,8 @@ class OfferedModels:
             progress(state.detail or state.stage, min(1.0, share))
 
         try:
-            engine = moechat.load(name, progress=report, **self._options)
+            model, options = self.loading(name)
+            engine = moechat.load(model, progress=report, **options)
         except UsageError as error:
             # Wrong options of the server are no fault of the client.
             raise MoechatError(str(error), hint=error.hint) from error

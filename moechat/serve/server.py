@@ -66,7 +66,6 @@ class Server:
         models: That it offers.
         first: The model that is loaded at once; ``None``: none.
         private: A socket for programs of the same user, which get the engine itself; ``None``: none.
-        options: The options that models are loaded with, see ``LoadOptions.given``.
 
     Raises:
         UsageError: The address cannot be used.
@@ -79,7 +78,6 @@ class Server:
         first: str | None,
         *,
         private: socket.socket | None = None,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self._first = first
@@ -99,7 +97,7 @@ class Server:
         self._feed.attach(self.worker, self.worker.wake)
         self._socket = _listen(settings)
         config = uvicorn.Config(
-            make_app(settings, self.worker, models.names, self._counters, self._feed),
+            make_app(settings, self.worker, models.names, self._counters, self._feed, models.defaults),
             http=_PatientProtocol,
             ws="none",
             lifespan="off",
@@ -117,7 +115,7 @@ class Server:
         self._private = private
         self._private_uvicorn = _Uvicorn(
             uvicorn.Config(
-                EngineRoutes(self.worker, options or {}).app(),
+                EngineRoutes(self.worker, models).app(),
                 http="h11",
                 ws="none",
                 lifespan="off",

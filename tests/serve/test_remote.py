@@ -43,6 +43,26 @@ def test_an_answer_is_that_of_the_server(demo: ServerProcess) -> None:
     assert text.stdout == run("demo", "Once upon a time", "--completion", *options).stdout
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_values_for_the_chat_template_reach_it_here_and_there(
+    tools: ServerProcess, tools_model: Path, remote: bool
+) -> None:
+    where = ["default", "--remote", tools.url] if remote else [str(tools_model)]
+    options = [*where, STORY, "--json", "--max-tokens", "5", "--temperature", "0"]
+
+    def thinks(*more: str, **extra: str) -> bool:
+        done = run(*options, *more, **extra)
+        assert done.returncode == 0, done.stderr
+        return "thinking" in json.loads(done.stdout)
+
+    assert not thinks()
+    assert thinks("--think")
+    assert thinks("--template-option", "enable_thinking=true")
+    assert not thinks("--no-think", "--template-option", "other=1")
+    assert thinks(MOECHAT_TEMPLATE_OPTION="enable_thinking=true")
+    assert thinks(MOECHAT_THINK="1")
+
+
 def test_it_starts_without_torch(demo: ServerProcess) -> None:
     code = (
         "import sys; from moechat.cli.main import main\n"

@@ -61,6 +61,8 @@ class ScriptedEngine:
         template_end: Text that the chat template adds at the end of a prompt.
         encoded: Number of calls that encode messages or texts.
         map: Where its experts are.
+        template_variables: Those that its chat template reads.
+        template_options: The values for the template of every call that encodes.
     """
 
     answers: list[list[str | BaseException]]
@@ -79,9 +81,12 @@ class ScriptedEngine:
     encoded: int = 0
     prompt_s: float = 0.0
     map: Any = None
+    template_variables: frozenset[str] | None = frozenset()
+    template_options: list[dict[str, Any]] = field(default_factory=list)
 
-    def encode(self, messages: Messages | str) -> Tokens:
+    def encode(self, messages: Messages | str, *, template_options: dict[str, Any] | None = None) -> Tokens:
         self.encoded += 1
+        self.template_options.append(template_options or {})
         if isinstance(messages, str):
             return Tokens(map(ord, messages))
         text = "".join(message["content"] for message in messages) + self.template_end

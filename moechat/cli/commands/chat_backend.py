@@ -13,7 +13,9 @@ from moechat.cli.terminal.map_of_experts import print_map
 from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
+    from moechat.chat.chat_options import ChatOptions
     from moechat.chat.interfaces import ChatEngine
+    from moechat.cli.commands.model_choice import ModelChoice
 
 _NONE_LOADED = "/model NAME loads one; the conversation stays"
 
@@ -57,15 +59,20 @@ class ModelSlot:
         load: Loads a model by name for a chat.
         name: The first model.
         bits: The bits that ``load`` uses, to choose between stores of one name.
-        local: Models are those of this machine.
+        choice: Finds presets and other servers by name; ``None``: names are those of models of this machine.
     """
 
     def __init__(
-        self, load: Callable[[str], ChatEngine], name: str, bits: int | None = None, *, local: bool = True
+        self,
+        load: Callable[[str], ChatEngine],
+        name: str,
+        bits: int | None = None,
+        *,
+        choice: ModelChoice | None = None,
     ) -> None:
         self._load = load
         self._bits = bits
-        self._local = local
+        self._choice = choice
         self._name = name
         self._engine: ChatEngine | None = load(name)
 
@@ -80,18 +87,43 @@ class ModelSlot:
             raise NoModelError("no model is loaded", hint=_NONE_LOADED)
         return self._engine
 
-    def use(self, name: str) -> None:
+    def use(self, name: str) -> ChatOptions | None:
         """Close the model and load another one: there is memory for one only.
+
+        A model of another server takes no memory, so that one is there before the other is closed.
+
+        Returns:
+            Options of a chat with the new model; ``None``: as before.
 
         Raises:
             NoModelError: The new model cannot be used, and the previous one cannot be loaded again.
             MoechatError: The new model cannot be used; the previous one is loaded again.
             KeyboardInterrupt: Ctrl-C was pressed; the previous one is loaded again, without interruption.
         """
+        if self._is_elsewhere(name):  # raises before the model is closed
+            engine = self._load(name)
+            self.close()
+            self._engine = engine
+        else:
+            self._replace(name)
+        self._name = name
+        return None if self._choice is None else self._choice.use(name)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether the old or the new model is that of another server.
+
+        Raises:
+            MoechatError: There is no such model.
+        """
+        if self._choice is not None:
+            wanted = self._choice.options(name)
+            return wanted.server is not None or self._choice.current.server is not None
         from moechat.hub.names import resolve
 
-        if self._local:
-            resolve(name, bits=self._bits)  # raises before the model is closed
+        resolve(name, bits=self._bits)
+        return False
+
+    def _replace(self, name: str) -> None:
         self.close()
         try:
             self._engine = self._load(name)
@@ -102,7 +134,6 @@ class ModelSlot:
                 self.close()
                 self._load_again(error)
             raise
-        self._name = name
 
     def _load_again(self, reason: BaseException) -> None:
         try:

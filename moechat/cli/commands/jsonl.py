@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.chat_options import NAMES, Generation
-from moechat.chat.pending_reply import behind_thinking
+from moechat.chat.pending_reply import behind_thinking, encode_messages
 from moechat.chat.reply import Reply, thought_end
 from moechat.chat.terminal.output import NullSink
 from moechat.cli.commands.prompts_file import (
@@ -226,12 +226,14 @@ def _answer(engine: ChatEngine, prompt: FilePrompt, options: RunOptions, replies
         replies[-1].follow(engine.generate(prompt.turns[0], **_settings(prompt, options)), None)
         return
     messages = list(prompt.opening)
+    template = options.settings.template
+    template = replace(template, given={**template.given, **prompt.template_options})
     if options.system_prompt is not None and not any(one["role"] == "system" for one in messages):
         messages.insert(0, {"role": "system", "content": options.system_prompt})
     for number, turn in enumerate(prompt.turns):
         prompt.require_text(number)
         messages.append({"role": "user", "content": turn})
-        tokens = engine.encode(messages)
+        tokens = encode_messages(engine, messages, template)
         thought = thought_end(engine, tokens)
         steps = engine.generate(tokens, **behind_thinking(_settings(prompt, options), thought))
         replies.append(Reply())

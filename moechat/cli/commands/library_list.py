@@ -5,9 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moechat.cli.config.settings_file import read_settings
 from moechat.cli.terminal.consoles import print_notice, write_output
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import Paths, user_paths
@@ -27,12 +28,14 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def list_models(*, json: bool) -> int:
-    """Show the library, and the demo unless as JSON; returns the exit status."""
+    """Show the library and the user's presets, and the demo unless as JSON; returns the exit status."""
     paths = user_paths()
     entries, sources = list_stores(paths), list_sources(paths)
+    presets = read_settings(paths).presets
     if json:
         stores = [{**entry_json(entry), "kind": "store"} for entry in entries]
-        write_json(stores + [_source_json(source) for source in sources])
+        own = [_preset_json(name, values) for name, values in presets.items()]
+        write_json(stores + own + [_source_json(source) for source in sources])
         return 0
     if not entries:
         print_notice(
@@ -45,6 +48,10 @@ def list_models(*, json: bool) -> int:
     rows += [
         (f"{DEMO} (in the package)", entry.form, format_bytes(entry.nbytes), _age(entry))
         for entry in _demo(paths)
+    ]
+    rows += [
+        (one_line(f"{name} (your preset)"), one_line(_preset_model(values)), "", "")
+        for name, values in presets.items()
     ]
     if rows:
         write_output(sys.stdout, _table([("name", "experts", "size", "last used"), *rows]))
@@ -103,6 +110,17 @@ def entry_json(entry: LibraryEntry) -> dict[str, Any]:
         "path": str(entry.path),
         "damaged": entry.damaged,
     }
+
+
+def _preset_model(values: Mapping[str, Any]) -> str:
+    remote = values.get("remote")
+    return f"{values.get('model', '?')}" + (f" of {remote}" if remote is not None else "")
+
+
+def _preset_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON form of a preset, with the keys of a store."""
+    empty = dict.fromkeys(("repository", "commit", "model_type", "bits", "experts", "bytes", "used", "path"))
+    return {"name": name, **empty, "damaged": False, "kind": "preset", "model": values.get("model")}
 
 
 def _source_json(source: KeptSource) -> dict[str, Any]:

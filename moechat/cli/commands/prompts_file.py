@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.chat.chat_options import NAMES, require_setting
+from moechat.chat.template_options import require_name
 from moechat.cli.commands.prompt_input import notify_if_waiting
 from moechat.errors import UsageError
 
@@ -19,7 +20,9 @@ Messages = list[dict[str, str]]
 KEYS = ("messages", "turns", "prompt", "question", "text")
 _MAX_BYTES = 256 << 20
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_KNOWN = frozenset((*KEYS, *NAMES, "id", "stop"))
+# Ours, and that of other servers for the same.
+_TEMPLATE_KEYS = ("template_options", "chat_template_kwargs")
+_KNOWN = frozenset((*KEYS, *NAMES, *_TEMPLATE_KEYS, "id", "stop"))
 _MOST_NAMED = 5
 _FORM_HINT = f"write one JSON object per line, with one of: {', '.join(KEYS)}"
 _MESSAGE_HINT = 'write messages as {"role": "user", "content": "…"}'
@@ -36,6 +39,7 @@ class FilePrompt:
         settings: Settings for answers to this prompt, by the names of ``moechat.chat.chat_options``.
         key: The line's ``id``, any JSON value; ``None`` if it has none.
         stop: Texts that end its answers.
+        template_options: Values for the chat template.
     """
 
     line: int
@@ -44,6 +48,7 @@ class FilePrompt:
     settings: Mapping[str, float] = field(default_factory=dict)
     key: Any = None
     stop: tuple[str, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -247,10 +252,12 @@ def _prompt_of(number: int, entry: dict[str, Any]) -> tuple[FilePrompt, str]:
         raise _BadLineError(f"it has none of {', '.join(KEYS)}", _FORM_HINT)
     try:
         settings = _settings(entry)
+        template_options = _template_options(entry)
     except UsageError as error:
         raise _BadLineError(str(error), error.hint) from None
     opening, turns = _conversation(key, entry[key])
-    return FilePrompt(number, opening, turns, settings, entry.get("id"), _stops(entry)), key
+    prompt = FilePrompt(number, opening, turns, settings, entry.get("id"), _stops(entry), template_options)
+    return prompt, key
 
 
 def _is_json(value: Any) -> bool:
@@ -277,6 +284,21 @@ def _settings(entry: dict[str, Any]) -> dict[str, float]:
             raise UsageError(f"{name} is not a number")
         settings[name] = require_setting(name, value)
     return settings
+
+
+def _template_options(entry: dict[str, Any]) -> dict[str, Any]:
+    """Values for the chat template in an object.
+
+    Raises:
+        UsageError: They are no object, or a name cannot be set.
+    """
+    key = next((key for key in _TEMPLATE_KEYS if entry.get(key) is not None), None)
+    if key is None:
+        return {}
+    value = entry[key]
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} is not an object")
+    return {require_name(name, key): one for name, one in value.items()}
 
 
 def _stops(entry: dict[str, Any]) -> tuple[str, ...]:

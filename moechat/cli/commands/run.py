@@ -16,6 +16,7 @@ from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continue
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.output import can_redraw
 from moechat.cli.commands.loaded_model import loaded_by_a_server
+from moechat.cli.commands.model_choice import ModelChoice, preset_notice
 from moechat.cli.commands.prompt_input import read_files, read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.tokenizer_check import require_tokenizer
@@ -50,11 +51,15 @@ def run(options: RunOptions) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
+    if not options.model and options.remote is None:
+        raise UsageError("MODEL is missing", hint="moechat run MODEL, such as moechat run demo")
     if options.dry_run:
         return _dry_run(options)
     # Cheapest checks first: the name, the prompt, the model.
     options = options.with_form()
-    absent = options.remote is None and _is_absent(options)
+    absent = options.server is None and _is_absent(options)
+    if (notice := preset_notice(options)) is not None and not options.quiet:
+        print_notice(notice)
     many = prompt = None
     files = read_files(options.file or ())
     if options.jsonl is not None:
@@ -143,15 +148,11 @@ def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
     from moechat.history.session_database import sessions_path
 
     conversation, _ = _conversation(options)
+    choice = ModelChoice(options)
     # Text typed while the model loads becomes the first message.
     with (
         held_keys if has_editor() else nullcontext(),
-        ModelSlot(
-            lambda name: _ready(replace(options, model=name), chat=True),
-            options.model,
-            options.bits,
-            local=options.remote is None,
-        ) as models,
+        ModelSlot(lambda name: _ready(choice.options(name), chat=True), choice.name, choice=choice) as models,
     ):
         status = Chat(
             models,
@@ -180,7 +181,8 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
     from moechat.history.session_database import sessions_path
 
     path = sessions_path()
-    name = options.model if options.remote is not None else resolve(options.model, bits=options.bits).name
+    server = options.server
+    name = resolve(options.model, bits=options.bits).name if server is None else server.model
     found = resume_conversation(path, options.chat, name, notify)
     recorder = Recorder(path if options.save else None, notify, once=True)
     return found or Conversation(system=options.system_prompt), recorder
@@ -188,10 +190,10 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
 
 def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
     """Load the model and tune its plan; or connect to the server that has it."""
-    if options.remote is not None:
+    if (server := options.server) is not None:
         from moechat.remote.engine import RemoteEngine
 
-        remote = RemoteEngine(options.remote, options.model)
+        remote = RemoteEngine(server.url, server.model, key_variable=server.key_variable)
         if options.verbose:
             _describe(remote)
         return remote
@@ -215,12 +217,16 @@ def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
 
 
 def _require_template(engine: ChatEngine, options: RunOptions) -> None:
+    """Refuse a chat with a model that has no template; tell of values that its template does not read."""
     if not options.completion and not engine.has_chat_template:
         raise UsageError(
             f"{engine.name} has no chat template: it was not made for chats",
             hint=f"continue a text instead: moechat run {shlex.quote(options.model)} --completion "
             '"Once upon a time"',
         )
+    if not options.quiet:
+        for text in options.settings.template.unread(engine.name, engine.template_variables):
+            print_notice(text)
 
 
 def _load(options: RunOptions) -> Engine:

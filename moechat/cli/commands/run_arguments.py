@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
 from moechat.chat.chat_options import NAMES, ChatOptions, Generation, require_setting
+from moechat.chat.template_options import TemplateOptions, parse_options
 from moechat.cli.commands.answer_form import AnswerForm
-from moechat.cli.completion.completers import complete_models
+from moechat.cli.completion.completers import complete_models, complete_remotes
+from moechat.cli.config.own_names import DEFAULT_MODEL, OwnNames, Remote
 from moechat.cli.options import PlaceOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
-from moechat.options import as_flag
+from moechat.options import LoadOptions, as_flag
 from moechat.steps import MOST_LOGPROBS
 from moechat.validation import require_whole
 
@@ -35,6 +37,8 @@ moechat run ./some-model --ram 2G
 moechat run ./some-model "Which animal?" --schema animal.json --json
 
 git diff | moechat run ./some-model "Write a commit message for this change"
+
+moechat run --remote localhost:8000
 """
 
 
@@ -54,10 +58,10 @@ class RunOptions(PlaceOptions):
         argument(
             "MODEL",
             "'demo', an alias ('mixtral'), org/name\\[@revision], or a directory with a transformers "
-            "checkpoint or a block store, or a GGUF file.",
+            "checkpoint or a block store, or a GGUF file; a preset, or @NAME of a server, of your settings.",
             complete_models,
         ),
-    ]
+    ] = ""
     prompt: Annotated[
         str | None, argument("PROMPT", "One prompt; '-' reads it from stdin. Starts a chat if not given.")
     ] = None
@@ -95,12 +99,29 @@ class RunOptions(PlaceOptions):
     logprobs: Annotated[
         int | None, option("N", "With --json: each token's probability, and the N likeliest, 0 to 20.")
     ] = None
+    think: Annotated[
+        bool | None,
+        flag(
+            "Let the model think before it answers, or not, where its chat template has a switch for that.",
+            "--think/--no-think",
+            show_default=False,
+        ),
+    ] = None
+    template_option: Annotated[
+        list[str] | None,
+        option(
+            "NAME=VALUE",
+            "A value for the chat template, such as reasoning_effort=low; may be given several times.",
+        ),
+    ] = None
     remote: Annotated[
         str | None,
         option(
             "URL",
-            "Let another server answer that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, moechat); "
-            "MODEL is its name there, 'default' the first.",
+            "Let another server answer that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, moechat), or "
+            "one of your settings by NAME; MODEL is its name there, the first or the server's own if not "
+            "given.",
+            complete_remotes,
         ),
     ] = None
     concurrency: Annotated[
@@ -162,6 +183,8 @@ class RunOptions(PlaceOptions):
         ),
     ] = False
     origins: Mapping[str, str] = field(default_factory=dict)
+    own: OwnNames = field(default_factory=OwnNames)
+    preset: str = ""
     form: AnswerForm | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +212,11 @@ class RunOptions(PlaceOptions):
                     raise UsageError(f"--jsonl answers the prompts of a file; it excludes {option}")
         if self.completion and self.resumes:
             raise UsageError("--completion continues a text; --continue and --session continue conversations")
+        parse_options(self.template_option or ())
+        if self.completion and (self.template_option or self.think is not None):
+            raise UsageError(
+                "--completion uses no chat template; it excludes --template-option, --think and --no-think"
+            )
         if self.completion and self.system_prompt is not None:
             raise UsageError(
                 "--completion uses no chat template; it excludes --system-prompt",
@@ -225,6 +253,43 @@ class RunOptions(PlaceOptions):
             )
 
     @property
+    def server(self) -> Remote | None:
+        """The server that answers, with the name of the model there; ``None`` on this machine.
+
+        Raises:
+            UsageError: There is no server of that name.
+        """
+        if self.remote is None:
+            return None
+        named = self.own.remote(self.remote) or Remote(self.remote)
+        asked = self.model or DEFAULT_MODEL
+        return named if asked == DEFAULT_MODEL else replace(named, model=asked)
+
+    def for_model(self, name: str) -> RunOptions:
+        """These options for another model: without the preset, if there was one, and with that of the name.
+
+        Args:
+            name: A model, a preset, or ``@NAME [MODEL]`` for a server.
+
+        Raises:
+            UsageError: The preset or server is malformed.
+        """
+        plain = {name: value for name, value in self.own.plain.items() if name in _PARAMETERS}
+        has = _PARAMETERS - {"model", "prompt"}
+        changed, origins = self.own.applied(name, plain, has)
+        plain["remote"] = None
+        if changed.get("remote") is not None:
+            # How a model of this machine is loaded means nothing there.
+            loading = {entry.name for entry in fields(LoadOptions)}
+            plain |= {entry.name: entry.default for entry in fields(self) if entry.name in loading}
+            plain |= {"tune": None, "grammar": None, "logprobs": None}
+        preset = name if name in self.own.settings.presets else ""
+        values: dict[str, Any] = {**plain, **changed}
+        if values["remote"] is not None and self.form is not None and self.form.kind == "grammar":
+            values["form"] = None
+        return replace(self, **values, origins={**self.own.origins, **origins}, preset=preset)
+
+    @property
     def resumes(self) -> bool:
         """Whether a saved conversation is continued."""
         return self.resume or self.session is not None
@@ -246,7 +311,10 @@ class RunOptions(PlaceOptions):
         if self.logprobs is not None:
             fixed["logprobs"] = self.logprobs
         given = {name: value for name, value in values.items() if value is not None}
-        return Generation(given, self.origins, fixed=fixed)
+        template = TemplateOptions(
+            parse_options(self.template_option or ()), self.think, origins=self.origins
+        )
+        return Generation(given, self.origins, fixed=fixed, template=template)
 
     def with_form(self) -> RunOptions:
         """These options with the file of --schema or --grammar read.
@@ -283,6 +351,10 @@ class RunOptions(PlaceOptions):
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of the engine's ``generate``."""
         return self.settings.arguments
+
+
+# The options and arguments of the command.
+_PARAMETERS = {entry.name for entry in fields(RunOptions)} - {"origins", "own", "preset", "form"}
 
 
 def _require_utf8(name: str, text: str | None) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.serve_arguments import ServeCommand
 from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.consoles import can_ask, print_notice
-from moechat.errors import NotInLibraryError
+from moechat.errors import NotInLibraryError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine
+    from moechat.serve.offered_models import OfferedPreset
 
 
 def serve(options: ServeCommand) -> int:
@@ -51,19 +54,44 @@ def serve(options: ServeCommand) -> int:
             for notice in engine.notices():
                 print_notice(notice)
 
-    offered = OfferedModels(options.model, load, loaded)
+    only = options.preset or options.model
+    offered = OfferedModels(only, load, loaded, _presets(options))
 
     def ready() -> None:
         if not options.quiet:
             print_notice(f"listening on {server.url}/v1, page at {server.url}/; Ctrl-C ends the server")
 
     with private_socket(servers_directory()) as private:
-        given = options.load_options.given
-        server = Server(settings, offered, options.model, private=private, options=given)
+        server = Server(settings, offered, only, private=private)
         path = "" if private is None else str(private.getsockname())
-        with registered(server.url, options.model, path):
+        with registered(server.url, only, path):
             server.run(ready)
     return 0
+
+
+def _presets(options: ServeCommand) -> dict[str, OfferedPreset]:
+    """The presets that clients may name: the one that is served, else all that are of this machine."""
+    from moechat.serve.conversation import AnswerDefaults
+    from moechat.serve.offered_models import OfferedPreset
+
+    found = {}
+    for name in (
+        [options.preset] if options.preset else options.own.settings.presets if not options.model else ()
+    ):
+        try:
+            preset = options.own.preset(name)
+        except UsageError as error:
+            print_notice(f"not offered: {error}")
+            continue
+        if preset is None or "remote" in preset.values:
+            continue
+        run = replace(RunOptions(model=preset.model), **preset.values)
+        generation = run.settings
+        defaults = AnswerDefaults(preset.system_prompt, generation.arguments, generation.template.values)
+        # The options of the one that is served are those of the command already.
+        load = {} if options.preset else preset.load_options
+        found[name] = OfferedPreset(preset.model, load, defaults)
+    return found
 
 
 def _is_here(options: ServeCommand) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from moechat.cli.completion.completers import complete_models
+from moechat.cli.config.own_names import OwnNames
 from moechat.cli.options import ServingOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
@@ -44,7 +45,7 @@ class ServeCommand(ServingOptions):
     HELP: ClassVar[str] = _HELP
     EXAMPLES: ClassVar[str] = _EXAMPLES
 
-    model: Annotated[str | None, argument("MODEL", "A model, as for run.", complete_models)] = None
+    model: Annotated[str | None, argument("MODEL", "A model or preset, as for run.", complete_models)] = None
     host: Annotated[str, option("ADDRESS", "Address to listen on.")] = ServeSettings.host
     port: Annotated[int, option("PORT", "Port to listen on; 0 takes a free one.")] = DEFAULT_PORT
     api_key_file: Annotated[
@@ -76,6 +77,9 @@ class ServeCommand(ServingOptions):
     verbose: Annotated[bool, flag("A line for each request, without its contents.", "--verbose", "-v")] = (
         False
     )
+
+    own: OwnNames = field(default_factory=OwnNames)
+    preset: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

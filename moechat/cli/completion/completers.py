@@ -27,7 +27,9 @@ def complete_models(incomplete: str) -> list[str]:
     from moechat.hub.model_ref import ALIASES, DEMO
 
     here = _of_library(lambda entry: not entry.damaged)
-    return _beginning_with(incomplete, [DEMO, *here, *sorted(ALIASES)])
+    presets, remotes = _own_names()
+    servers = [f"@{name}" for name in remotes] if incomplete.startswith("@") else []
+    return _beginning_with(incomplete, [*presets, DEMO, *here, *sorted(ALIASES), *servers])
 
 
 def complete_plannable(incomplete: str) -> list[str]:
@@ -126,6 +128,35 @@ def complete_topics(incomplete: str) -> list[str]:
     return _beginning_with(incomplete, [topic.name for topic in topics()])
 
 
+def complete_remotes(incomplete: str) -> list[str]:
+    """Names of the user's servers."""
+    return _beginning_with(incomplete, _own_names()[1])
+
+
+def complete_settings(incomplete: str) -> list[str]:
+    """Keys for ``moechat config``: the settings of loading and answers, and the user's own names."""
+    from dataclasses import fields
+
+    from moechat.chat.chat_options import NAMES
+    from moechat.options import LoadOptions
+
+    load = [entry.name.replace("_", "-") for entry in fields(LoadOptions)]
+    answers = [name.replace("_", "-") for name in NAMES]
+    presets, remotes = _own_names()
+    keys = [*load, *answers, *(f"run.{name}" for name in (*load, *answers))]
+    for name in presets:
+        keys += [
+            f"presets.{name}",
+            *(f"presets.{name}.{key}" for key in ("model", "system", *answers, *load)),
+        ]
+    for name in remotes:
+        keys += [
+            f"remotes.{name}",
+            *(f"remotes.{name}.{key}" for key in ("url", "model", "api-key-variable")),
+        ]
+    return _beginning_with(incomplete, keys)
+
+
 def complete_formats(incomplete: str) -> list[str]:
     """Values of ``--format`` of an export."""
     return _beginning_with(incomplete, ["md", "json"])
@@ -146,6 +177,19 @@ def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
         for entry, name in zip(entries, display_names(entries), strict=True)
         if wanted(entry)
     ]
+
+
+def _own_names() -> tuple[list[str], list[str]]:
+    """Names of the user's presets and servers; none where the settings cannot be read."""
+    from moechat.cli.config.settings_file import read_settings
+    from moechat.config import user_paths
+    from moechat.errors import UsageError
+
+    try:
+        settings = read_settings(user_paths())
+    except UsageError:  # a completion cannot show errors
+        return [], []
+    return sorted(settings.presets), sorted(settings.remotes)
 
 
 def _beginning_with(incomplete: str, names: Iterable[str]) -> list[str]:

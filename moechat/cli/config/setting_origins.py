@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -13,27 +11,20 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from moechat.cli.config.own_names import OwnNames
 from moechat.cli.config.settings_file import (
     FILE,
-    OWN_VARIABLES,
-    PREFIX,
     Settings,
+    for_parser,
     options_of,
-    values_of,
     variable_of,
 )
+from moechat.cli.config.wrong_values import wrong_line, wrong_type, wrong_variable
 from moechat.cli.lazy_group import LazyGroup
 from moechat.errors import MoechatError, UsageError
 from moechat.options import LoadOptions, as_flag
 from moechat.validation import shown
 
-# The parser's kinds of errors begin with the type that a value should have had.
-_WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a number",
-    "bool": "true or false",
-}
 _NAMED = re.compile(r"--([a-z][a-z-]*)")
 # Recognises options in error messages that do not name them.
 _MESSAGE_PATTERNS = {
@@ -55,6 +46,9 @@ _EXCLUSIVE = (
     ("jsonl", "prompt"),
     ("quiet", "verbose"),
 )
+# Commands whose MODEL may be a preset.
+_TAKES_OWN_NAMES = frozenset(("run", "serve", "plan", "count", "bench", "trace"))
+_OWN, _ORIGINS, _PRESET = "moechat.own names", "moechat.origins of a preset", "moechat.preset"
 
 
 class ExplainingCommand(TyperCommand):
@@ -63,6 +57,8 @@ class ExplainingCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Parse the arguments; returns an action to call."""
         _require_shared_settings(ctx)
+        with _named_sources(ctx):
+            _apply_own_names(ctx)
         _drop_overridden(ctx)
         with _named_sources(ctx):
             action = super().invoke(ctx)
@@ -97,16 +93,56 @@ def _require_shared_settings(context: Any) -> None:
         for option in values.keys() & shared & parameters.keys():
             try:
                 value = parameters[option].process_value(
-                    typer.Context(command, info_name=name), values[option]
+                    typer.Context(command, info_name=name), for_parser(values[option], parameters[option])
                 )
                 if option in load_names:
                     LoadOptions.parse({load_names[option]: value}, as_flag)
             except typer.BadParameter as error:
-                raise _wrong_line(name, option, settings, error) from None
+                raise wrong_line(name, option, settings, error) from None
             except UsageError as error:
                 raise UsageError(
                     f"{error} (--{option} is from [{name}] in {settings.path})", hint=error.hint
                 ) from None
+
+
+def _apply_own_names(context: Any) -> None:
+    """Replace the name of a preset or server by what it stands for.
+
+    Raises:
+        UsageError: It is malformed.
+    """
+    root, settings, params = context.find_root().command, context.obj, context.params
+    if (
+        context.command.name not in _TAKES_OWN_NAMES
+        or not isinstance(settings, Settings)
+        or not isinstance(root, LazyGroup)
+    ):
+        return
+    options = options_of(context.command)
+    sources = {parameter.name: _source(context, parameter) for parameter in options.values()}
+    own = OwnNames(
+        settings,
+        root.built_one("run") if settings.presets else None,
+        dict(params),
+        origins_of(context),
+        frozenset(name for name, source in sources.items() if source in ("COMMANDLINE", "ENVIRONMENT")),
+    )
+    context.meta[_OWN] = own
+    name = params.get("model")
+    if not isinstance(name, str) or not name:
+        return
+    changed, origins = own.applied(name, params, set(sources))
+    params.update(changed)
+    for parameter in origins:
+        source = type(context.get_parameter_source(parameter))
+        context.set_parameter_source(parameter, source["DEFAULT_MAP"])
+    context.meta[_ORIGINS] = origins
+    context.meta[_PRESET] = name if name in settings.presets else ""
+
+
+def own_names_of(context: Any) -> dict[str, Any]:
+    """The user's own names, and the preset that was applied, as fields of a command's arguments."""
+    return {"own": context.meta.get(_OWN, OwnNames()), "preset": context.meta.get(_PRESET, "")}
 
 
 def _drop_overridden(context: Any) -> None:
@@ -132,6 +168,7 @@ def origins_of(context: Any) -> dict[str, str]:
             found[parameter.name] = f"from {variable_of(option)}"
         elif source == "DEFAULT_MAP":
             found[parameter.name] = f"from {FILE}"
+    found.update(context.meta.get(_ORIGINS, {}))
     return found
 
 
@@ -153,10 +190,10 @@ def wrong_value(error: Any, settings: Settings | None) -> Exception:
         if candidate is parameter:
             source = _source(context, parameter)
             if source == "ENVIRONMENT":
-                return _wrong_variable(option, error)
+                return wrong_variable(option, error)
             if source == "DEFAULT_MAP" and settings is not None:
-                return _wrong_line(context.command.name, option, settings, error)
-    wrong = _wrong(error)
+                return wrong_line(context.command.name, option, settings, error)
+    wrong = wrong_type(error)
     if wrong is None:
         return error  # type: ignore[no-any-return]
     value, wanted = wrong
@@ -169,97 +206,9 @@ def wrong_value(error: Any, settings: Settings | None) -> Exception:
     )
 
 
-def _wrong(error: Any) -> tuple[object, str] | None:
-    """The value that a parser error is about and what it should have been, if the value has a wrong type."""
-    details = getattr(error.__cause__, "errors", None)
-    if details is None:
-        return None
-    first = details()[0]
-    wanted = _WANTED.get(first["type"].partition("_")[0])
-    return None if wanted is None else (first["input"], wanted)
-
-
-def _problem(error: Any) -> str:
-    """The end of a sentence "NAME is VALUE"."""
-    wrong = _wrong(error)
-    return f": {error.message}" if wrong is None else f"; it must be {wrong[1]}"
-
-
-def check_settings(
-    group: LazyGroup, settings: Settings, environment: Mapping[str, str]
-) -> Iterator[UsageError]:
-    """Check all values of variables and the settings file.
-
-    Args:
-        group: All commands, with their variables.
-        settings: The user's settings.
-        environment: Variables of the process.
-
-    Yields:
-        The errors that commands would raise, each once.
-    """
-    reported = set()
-    for name, command in group.built().items():
-        context = typer.Context(command, info_name=name)
-        values = values_of(name, settings)
-        taken = {}
-        for option, parameter in options_of(command).items():
-            text = environment.get(variable_of(option))
-            if not text and option not in values:
-                continue
-            problem: UsageError | None = None
-            try:
-                taken[parameter.name] = parameter.process_value(context, text or values[option])
-            except typer.BadParameter as error:
-                problem = (
-                    _wrong_variable(option, error) if text else _wrong_line(name, option, settings, error)
-                )
-            if problem is not None and str(problem) not in reported:
-                reported.add(str(problem))
-                yield problem
-        if name == "run":
-            yield from _check_run(taken)
-    known = {variable_of(option) for of in group.built().values() for option in options_of(of)}
-    for variable in sorted(environment):
-        if variable.startswith(PREFIX) and variable not in known | OWN_VARIABLES:
-            near = difflib.get_close_matches(variable, sorted(known | OWN_VARIABLES), n=1, cutoff=0.8)
-            yield UsageError(
-                f"{variable} is set, but no option of moechat has this name",
-                hint=f"do you mean {near[0]}?"
-                if near
-                else "unset it; moechat COMMAND --help has the options",
-            )
-
-
-def _check_run(taken: dict[str, Any]) -> Iterator[UsageError]:
-    from moechat.cli.commands.run_arguments import RunOptions
-
-    known = {name: value for name, value in taken.items() if name in RunOptions.__dataclass_fields__}
-    try:
-        RunOptions(model="", **known)
-    except UsageError as error:
-        yield UsageError(f"with the variables and {FILE}, {error}", hint=error.hint or "correct one of them")
-
-
 def _source(context: Any, parameter: Any) -> str:
     source = context.get_parameter_source(parameter.name)
     return "" if source is None else str(source.name)
-
-
-def _wrong_variable(option: str, error: Any) -> UsageError:
-    variable = variable_of(option)
-    return UsageError(
-        f"{variable} is {os.environ.get(variable, '')!r}{_problem(error)}",
-        hint=f"it sets --{option}: correct or unset it",
-    )
-
-
-def _wrong_line(command: str, option: str, settings: Settings, error: Any) -> UsageError:
-    value = values_of(command, settings).get(option)
-    return UsageError(
-        f"the settings file {settings.path} says {option} = {value!r}{_problem(error)}",
-        hint=f"it sets --{option}: correct or remove that line",
-    )
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 Every option ``--some-name``, except those on what to delete without confirmation, can be set by the variable
 ``MOECHAT_SOME_NAME``, and by ``some-name`` in ``config.toml`` in the user's configuration directory: at the
-top for all commands that have the option, in a table for the command of that name.
+top for all commands that have the option, in a table for the command of that name. The tables ``presets`` and
+``remotes`` hold the user's own names, see :mod:`moechat.cli.config.own_names`.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import stat
 import tomllib
@@ -45,9 +47,14 @@ _COMMAND_LINE_ONLY_OF = {
     "show": {"bits"},
     "help": {"search"},
     "run": {"file"},
+    "config": {"json", "changed"},
 }
 # Command aliases share the settings of the command.
 _ALIASES = {"pull": "download", "ls": "list"}
+# Tables of the user's own names, which hold a table for each name.
+OWN_TABLES = ("presets", "remotes")
+# Options whose value may be a table of names and values.
+_WITH_NAMES = ("template-option",)
 _MAX_BYTES = 1 << 20
 
 
@@ -59,11 +66,15 @@ class Settings:
         path: Its path; the file need not exist.
         general: Values by option, for all commands that have it.
         of: Values by option, by command.
+        presets: The user's presets, unchecked: values by key, by name.
+        remotes: The user's servers, in the same form.
     """
 
     path: Path
     general: Mapping[str, Any] = field(default_factory=dict)
     of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    remotes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def read_settings(paths: Paths) -> Settings:
@@ -73,6 +84,16 @@ def read_settings(paths: Paths) -> Settings:
         UsageError: The file cannot be read, or is not TOML.
     """
     path = paths.config / FILE
+    text = read_text(path)
+    return Settings(path) if text is None else parse_settings(text, path)
+
+
+def read_text(path: Path) -> str | None:
+    """The text of the settings file; ``None`` if there is none.
+
+    Raises:
+        UsageError: It cannot be read, is too large, or not UTF-8.
+    """
     try:
         # O_NONBLOCK: opening a named pipe without a writer would wait forever.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -82,9 +103,9 @@ def read_settings(paths: Paths) -> Settings:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise UsageError(f"the settings file {path} has more than {_MAX_BYTES:,} bytes")
-        content = tomllib.loads(text.decode())
+        return text.decode()
     except FileNotFoundError:
-        return Settings(path)
+        return None
     except IsADirectoryError as error:
         raise UsageError(
             f"the settings file {path} is a directory", hint="move it away; without it nothing is set"
@@ -94,16 +115,51 @@ def read_settings(paths: Paths) -> Settings:
             f"the settings file {path} cannot be read: {error.strerror}",
             hint="change its permissions, or move it away",
         ) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand deep
-        raise UsageError(
-            f"the settings file {path} cannot be parsed: {error}",
-            hint='it is TOML: lines such as vram = "12G", tables such as [run]',
-        ) from error
-    tables = {_with_hyphens(name): value for name, value in content.items() if isinstance(value, dict)}
-    general = {_with_hyphens(name): value for name, value in content.items() if not isinstance(value, dict)}
-    return Settings(
-        path, general, {name: {_with_hyphens(key): v for key, v in of.items()} for name, of in tables.items()}
+    except UnicodeDecodeError as error:
+        raise _malformed(path, error) from error
+
+
+def parse_settings(text: str, path: Path) -> Settings:
+    """Parse the text of the settings file.
+
+    Args:
+        text: Its text.
+        path: Its path, for messages.
+
+    Raises:
+        UsageError: It is not TOML, or ``presets`` or ``remotes`` holds something else than tables.
+    """
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not TOML, or nested a thousand deep
+        raise _malformed(path, error) from error
+    own = {name: _own_table(name, content.pop(name, {}), path) for name in OWN_TABLES}
+    content = {_with_hyphens(name): value for name, value in content.items()}
+    options_with_names = {name: content.pop(name) for name in _WITH_NAMES if name in content}
+    tables = {name: value for name, value in content.items() if isinstance(value, dict)}
+    general = {name: value for name, value in content.items() if not isinstance(value, dict)}
+    of = {name: _hyphenated(values) for name, values in tables.items()}
+    return Settings(path, general | options_with_names, of, own["presets"], own["remotes"])
+
+
+def _malformed(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"the settings file {path} cannot be parsed: {error}",
+        hint='it is TOML: lines such as vram = "12G", tables such as [run]',
     )
+
+
+def _own_table(table: str, found: Any, path: Path) -> dict[str, dict[str, Any]]:
+    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+        raise UsageError(
+            f"the settings file {path} has something else than a table of values in {table}",
+            hint=f"write [{table}.NAME], with your own name for NAME",
+        )
+    return {name: _hyphenated(values) for name, values in found.items()}
+
+
+def _hyphenated(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_with_hyphens(key): value for key, value in values.items()}
 
 
 def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, Any]]:
@@ -120,6 +176,11 @@ def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, 
         UsageError: The file names an unknown option or command, or has a value of a wrong type.
     """
     group.prepare(_name_variables)
+    return default_map(group, settings)
+
+
+def default_map(group: LazyGroup, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The file's values by command and parameter; raises as :func:`apply_settings`."""
     if not settings.general and not settings.of:
         return {}
     options = {name: options_of(command) for name, command in group.built().items()}
@@ -127,13 +188,13 @@ def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, 
     for name in settings.general:
         _require(name, known, settings.path, "option")
     for command, values in settings.of.items():
-        _require(command, set(options), settings.path, "command")
+        _require(command, {*options, *OWN_TABLES}, settings.path, "command")
         for name in values:
             _require(name, set(options[command]), settings.path, f"option of {command}")
     chosen: dict[str, dict[str, Any]] = {}
     for command, of in options.items():
         found = {
-            of[name].name: _checked_value(name, value, of[name], settings.path)
+            of[name].name: checked_value(name, value, of[name], settings.path)
             for name, value in values_of(command, settings).items()
             if name in of
         }
@@ -186,7 +247,35 @@ def _require(name: str, known: set[str], path: Path, kind: str) -> None:
     raise UsageError(f"the settings file {path} sets {name!r}, which is no {kind}", hint=hint)
 
 
-def _checked_value(name: str, value: Any, parameter: Any, path: Path) -> Any:
+def for_parser(value: Any, parameter: Any) -> Any:
+    """A value of the file in the form that the option's parser takes.
+
+    Args:
+        value: As it stands in the file.
+        parameter: The option.
+
+    Returns:
+        A list for an option that may be given several times: of one value, or of ``NAME=VALUE`` for a table.
+    """
+    if not getattr(parameter, "multiple", False):
+        return value
+    if isinstance(value, dict):
+        return [f"{name}={json.dumps(one)}" for name, one in value.items()]
+    return value if isinstance(value, list) else [value]
+
+
+def checked_value(name: str, value: Any, parameter: Any, path: Path) -> Any:
+    """A value of the file for an option's parser, which checks the rest.
+
+    Args:
+        name: Of the option.
+        value: As it stands in the file.
+        parameter: The option.
+        path: Of the file, for messages.
+
+    Raises:
+        UsageError: It has a type that no option takes.
+    """
     # Python treats true as 1.
     if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
         raise UsageError(
@@ -194,7 +283,12 @@ def _checked_value(name: str, value: Any, parameter: Any, path: Path) -> Any:
             hint=f"give it a value, as for --{name}",
         )
     if isinstance(value, bool | int | float | str):
-        return value
+        return for_parser(value, parameter)
+    if getattr(parameter, "multiple", False) and (
+        (isinstance(value, list) and all(isinstance(one, str) for one in value))
+        or (isinstance(value, dict) and name in _WITH_NAMES)
+    ):
+        return for_parser(value, parameter)
     raise UsageError(
         f"the settings file {path} sets {name} to a {type(value).__name__}",
         hint="a value is a string in quotes, a number, true or false",

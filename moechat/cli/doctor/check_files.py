@@ -10,7 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.cli.config.setting_origins import check_settings
+from moechat.cli.config.own_names import is_private
+from moechat.cli.config.setting_checks import check_settings
 from moechat.cli.config.settings_file import FILE, Settings, apply_settings, read_settings, variable_of
 from moechat.cli.doctor.findings import Look, Report
 from moechat.cli.doctor.redaction import HIDDEN, is_secret, shown_variable
@@ -182,6 +183,12 @@ def file_sections(commands: LazyGroup, variables: Collection[str]) -> dict[str, 
             rows |= {name: shown(name, value) for name, value in settings.general.items()}
             for command, values in settings.of.items():
                 rows |= {f"{command}: {name}": shown(name, value) for name, value in values.items()}
+            for table, named in (("presets", settings.presets), ("remotes", settings.remotes)):
+                for own, values in named.items():
+                    rows |= {
+                        f"{table}.{own}: {name}": HIDDEN if is_private(name) else str(value)
+                        for name, value in values.items()
+                    }
             apply_settings(commands, settings)
         except MoechatError as error:
             report.problem(f"settings: {error}", error.hint or "correct it, or move it away")
