@@ -129,13 +129,15 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     wanted = (
         "activation-bits bits completion concurrency continue ctx dense-bits deterministic device dry-run "
         "dtype file grammar help hide-thinking json jsonl kv-bits logprobs max-tokens min-p no-daemon "
-        "no-save no-tune quiet ram raw remote repetition-penalty schema seed session stats stop system "
-        "system-prompt temperature threads top-k top-p tune verbose vram yes"
+        "no-save no-think no-tune quiet ram raw remote repetition-penalty schema seed session stats stop "
+        "system system-prompt temperature template-option think threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
 
-COMMANDS = "run serve ps stop bench plan profile simulate trace count doctor download list show rm sessions"
+COMMANDS = (
+    "run serve ps stop bench plan profile simulate trace count doctor download list show rm sessions config"
+)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split()])
@@ -211,10 +213,10 @@ def test_usage_errors_name_the_wrong_argument(cli: Cli, arguments: list[str], sa
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["run", "demo", "--temp", "1"], "did you mean --temperature?"),
-        (["run", "demo", "--temprature=1"], "did you mean --temperature?"),
+        (["run", "demo", "--temp", "1"], "did you mean --temperature or --template-option?"),
+        (["run", "demo", "--temprature=1"], "did you mean --temperature or --template-option?"),
         (["run", "demo", "--max_tokens", "1"], "did you mean --max-tokens?"),
-        (["run", "demo", "--no-t"], "did you mean --no-tune?"),
+        (["run", "demo", "--no-t"], "did you mean --no-think or --no-tune?"),
         (["run", "demo", "--top", "1"], "did you mean --top-k or --top-p?"),
         (["run", "demo", "--xyzzy"], "moechat run --help lists its options"),
         (["sessions", "export", "1", "--form", "md"], "did you mean --format?"),

@@ -17,7 +17,10 @@ from manual_examples import ANY, Block, all_blocks, commands, matches, steps
 from places import ROOT
 from terminal_support import Terminal
 
-from moechat.cli.app import parse
+from moechat.cli.app import grammar, parse
+from moechat.cli.config.setting_checks import check_settings
+from moechat.cli.config.settings_file import read_settings
+from moechat.config import user_paths
 
 CONSOLE = all_blocks("console")
 PYTHON = all_blocks("python")
@@ -153,13 +156,14 @@ def require_options(program: str, arguments: list[str]) -> None:
 
 
 def test_the_settings_of_the_manual_are_accepted(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = all_blocks("toml")
+    text = "\n".join(block.text for block in all_blocks("toml"))
     (cli.home / "config").mkdir(exist_ok=True)
-    (cli.home / "config" / "config.toml").write_text(block.text)
+    (cli.home / "config" / "config.toml").write_text(text)
     monkeypatch.setenv("MOECHAT_HOME", str(cli.home))
     try:
-        assert tomllib.loads(block.text)
+        assert tomllib.loads(text).keys() >= {"run", "presets", "remotes"}
         assert callable(parse(["run", "demo"]))
+        assert list(check_settings(grammar(), read_settings(user_paths()), {})) == []
     finally:
         (cli.home / "config" / "config.toml").unlink()
 
