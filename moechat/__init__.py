@@ -35,6 +35,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
+    "AsyncEngine",
     "CheckpointError",
     "Description",
     "DeviceLostError",
@@ -70,6 +71,7 @@ __all__ = [
 if TYPE_CHECKING:
     from moechat.engine import (
         Answer,
+        AsyncEngine,
         Description,
         Engine,
         Grammar,

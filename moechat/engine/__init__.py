@@ -4,6 +4,7 @@ Its public names are also those of the package: ``moechat.load``, ``moechat.Engi
 """
 
 from moechat.engine.api import Engine, load
+from moechat.engine.async_engine import AsyncEngine
 from moechat.engine.describe import Description
 from moechat.engine.grammar import Grammar
 from moechat.engine.prompt import Message
@@ -16,6 +17,7 @@ from moechat.tuner import Tuning
 
 __all__ = [
     "Answer",
+    "AsyncEngine",
     "Description",
     "Engine",
     "FinishReason",
