@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from moechat.errors import DeviceLostError, StoreDamagedError
 from moechat.reply_formats.thinking import prompt_end
 from moechat.serve.counters import Counters
-from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerBusyError, ServerClosingError
+from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerClosingError
+from moechat.serve.request_queue import RequestQueue
 
 if TYPE_CHECKING:
     from moechat import Answer, Engine, Step
@@ -88,8 +88,8 @@ class Worker:
         loading: What is loaded now, and its share, for ``/health``; ``None``: nothing.
     """
 
-    # _waiting, _calls, _closing and _woken are guarded by _changed. All else of the model is the thread's
-    # own; `loaded`, `loading`, `active`, `drawn` and `prompt` are single values that others may read.
+    # All of the model is the thread's own; `loaded`, `loading`, `active`, `drawn` and `prompt` are single
+    # values that others may read.
     def __init__(
         self,
         loader: Loader,
@@ -110,17 +110,12 @@ class Worker:
         self.last_used = time.time()
         self._loader = loader
         self._parallel = parallel
-        self._most_waiting = queue
+        self._queue: RequestQueue[Engine | None] = RequestQueue(queue)
         self._keep_alive_s = keep_alive_s
         self._counters = counters
         self._on_failed = on_failed
         self._on_pause = on_pause
-        self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._calls: deque[tuple[Future[Any], Callable[[Engine | None], Any]]] = deque()
-        self._closing = False
         self._first: str | None = None
-        self._woken = False
         self._pause_s: float | None = None
         self._engine: Engine | None = None
         self._answers: list[_Answer] = []
@@ -140,23 +135,12 @@ class Worker:
             ServerBusyError: The queue is full.
             ServerClosingError: The server ends.
         """
-        with self._changed:
-            if self._closing:
-                raise ServerClosingError("the server is shutting down")
-            self._waiting = deque(waiting for waiting in self._waiting if not waiting.cancelled)
-            # Those for whom there is room are not really waiting.
-            if len(self._waiting) >= self._most_waiting + max(0, self._parallel - self.active):
-                raise ServerBusyError(
-                    f"{len(self._waiting)} requests are waiting, which is the limit",
-                    hint="try again later, or start the server with a longer --queue",
-                )
-            self._waiting.append(job)
-            self._changed.notify()
+        self._queue.submit(job, free=max(0, self._parallel - self.active))
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def engine(self) -> Engine | None:
@@ -172,19 +156,11 @@ class Worker:
         Raises:
             ServerClosingError: The server ends.
         """
-        future: Future[_R] = Future()
-        with self._changed:
-            if self._closing:
-                raise ServerClosingError("the server is shutting down")
-            self._calls.append((future, function))
-            self._changed.notify()
-        return future
+        return self._queue.call(function)
 
     def wake(self) -> None:
         """Call ``on_pause`` soon, also if there is no work."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        self._queue.wake()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End answers within a token and unload the model.
@@ -192,9 +168,7 @@ class Worker:
         Returns:
             Whether the thread has ended within ``timeout_s``.
         """
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._queue.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -204,9 +178,9 @@ class Worker:
     def _run(self) -> None:
         try:
             self._load_first()
-            while not self._closing:
+            while not self._queue.closing:
                 self._admit()
-                self._answer_calls()
+                self._queue.answer_calls(self._engine)
                 self._pause_s = self._on_pause(self)
                 if self._answers:
                     self._advance_all()
@@ -215,29 +189,13 @@ class Worker:
         except Exception as error:  # a server without its thread must not go on
             self._on_failed(error)
         finally:
-            with self._changed:
-                self._closing = True
-                left, self._waiting = list(self._waiting), deque()
-                calls, self._calls = list(self._calls), deque()
             reason = ServerClosingError("the server is shutting down")
+            left = self._queue.end(reason)
             for answer in list(self._answers):
                 self._end(answer, reason)
             for job in left:
                 job.tell(Failed(reason))
-            for future, _ in calls:
-                future.set_exception(reason)
             self._unload()
-
-    def _answer_calls(self) -> None:
-        while self._calls:
-            with self._changed:
-                future, function = self._calls.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(self._engine))
-            except Exception as error:
-                future.set_exception(error)
 
     def _load_first(self) -> None:
         if self._first is None:
@@ -253,25 +211,19 @@ class Worker:
 
     def _admit(self) -> None:
         """Begin with requests from the head of the queue."""
-        while len(self._answers) < self._parallel and not self._closing:
-            with self._changed:
-                while self._waiting and self._waiting[0].cancelled:
-                    self._waiting.popleft()
-                if not self._waiting:
-                    return
-                job = self._waiting[0]
+        while len(self._answers) < self._parallel and not self._queue.closing:
+            job = self._queue.head()
+            if job is None:
+                return
             try:
                 name = self._loader.resolve(job.model)
                 if name != self.loaded and self._answers:
                     return  # when these are answered
-                with self._changed:
-                    self._waiting.popleft()
-                    self.active = len(self._answers) + 1
+                self._queue.take(job)
+                self.active = len(self._answers) + 1
                 self._begin(job, self._require_model(name))
             except Exception as error:
-                with self._changed:
-                    if self._waiting and self._waiting[0] is job:
-                        self._waiting.popleft()
+                self._queue.take(job)
                 self._counters.failed(error)
                 job.tell(Failed(error))
             finally:
@@ -289,11 +241,11 @@ class Worker:
             options["grammar"] = options["grammar"](engine, end)
 
         def progress(done: int, total: int) -> None:
-            if job.cancelled or self._closing:
+            if job.cancelled or self._queue.closing:
                 raise _GivenUp
             job.tell(Prefilled(done, total))
             self.prompt = (done, total) if done < total else None
-            self._answer_calls()
+            self._queue.answer_calls(self._engine)
             self._on_pause(self)
 
         steps = engine.generate_in_turns(ids, progress=progress, **options)
@@ -306,7 +258,7 @@ class Worker:
         if not self._compute_together():
             return
         for answer in list(self._answers):
-            if self._closing:
+            if self._queue.closing:
                 return
             if answer.job.cancelled:
                 self._counters.cancelled()
@@ -315,7 +267,7 @@ class Worker:
             try:
                 step = next(answer.steps)
             except _GivenUp:
-                if self._closing:
+                if self._queue.closing:
                     return  # all answers are told so
                 self._counters.cancelled()
                 self._end(answer)
@@ -382,15 +334,9 @@ class Worker:
         engine = self._engine
         if engine is not None:
             engine.idle()
-        with self._changed:
-            if self._closing or self._waiting or self._woken or self._calls:
-                self._woken = False
-                return
-            pauses = (None if engine is None else _IDLE_S, self._pause_s)
-            self._changed.wait(min((pause for pause in pauses if pause is not None), default=None))
-            self._woken = False
-            if self._waiting or self._closing or self._calls:
-                return
+        pauses = (None if engine is None else _IDLE_S, self._pause_s)
+        if self._queue.wait(min((pause for pause in pauses if pause is not None), default=None)):
+            return
         unused = time.time() - self.last_used
         if engine is not None and self._keep_alive_s is not None and unused >= self._keep_alive_s:
             self._unload()
@@ -404,10 +350,10 @@ class Worker:
         self.loading = (name, "load", 0.0)
 
         def progress(what: str, share: float) -> None:
-            if self._closing:
+            if self._queue.closing:
                 raise ServerClosingError("the server is shutting down")
             self.loading = (name, what, share)
-            self._answer_calls()
+            self._queue.answer_calls(self._engine)
             self._on_pause(self)
 
         try:
