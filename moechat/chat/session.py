@@ -148,7 +148,9 @@ class ChatSession:
                 kept = "what was written is kept" if reply.text else "the question is not kept"
                 self.status.notice(f"(stopped; {kept})")
             elif mark == "cut":
-                self.status.notice(f"(cut off after {len(reply.tokens)} tokens)")
+                # Another server tells the number of tokens only.
+                count = len(reply.tokens) or self.models.engine.stats.output_tokens
+                self.status.notice(f"(cut off after {count} tokens)")
             elif not reply.text and not mark:
                 self.status.notice("(the answer is empty; the question is not kept)")
         if self.options.stats and mark != "failed":
