@@ -7,13 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moechat.chat.terminal.output import can_redraw, write_output
 from moechat.cli.completion.completers import complete_topics
-from moechat.cli.parameters import Action, argument, option
+from moechat.cli.parameters import Action, argument, flag, option
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 from moechat.manual import page, search, topics
@@ -29,6 +29,8 @@ moechat help
 moechat help memory-and-plans
 
 moechat help --search context
+
+moechat help --man > ~/.local/share/man/man1/moechat.1
 """
 _WIDEST = 100  # columns; longer lines are hard to read
 
@@ -39,6 +41,7 @@ def register_help(app: typer.Typer) -> None:
 
 
 def _help(
+    context: typer.Context,
     topic: Annotated[
         str | None, argument("TOPIC", "A page; without it, the list of pages.", complete_topics)
     ] = None,
@@ -52,7 +55,13 @@ def _help(
             show_default=False,
         ),
     ] = None,
+    man: Annotated[bool, flag("Print all commands and options as a page for man.", "--man")] = False,
 ) -> Action:
+    if man:
+        if topic is not None or word is not None:
+            raise UsageError("--man prints one page about all commands; it excludes TOPIC and --search")
+        group = context.find_root().command
+        return lambda: _print_man_page(group)
     if word is not None:
         return lambda: _print_matches(word, topic)
     return _print_topics if topic is None else lambda: _print_page(topic)
@@ -69,6 +78,13 @@ def _print_topics() -> int:
             lines += ["", section]
         lines.append(f"  {topic.name:{width}}  {topic.summary}")
     write_output(sys.stdout, "\n".join(lines) + "\n")
+    return 0
+
+
+def _print_man_page(group: Any) -> int:
+    from moechat.cli.commands.man_page import man_page
+
+    write_output(sys.stdout, man_page(group))
     return 0
 
 

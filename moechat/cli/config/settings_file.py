@@ -45,7 +45,7 @@ _COMMAND_LINE_ONLY = {"help", "version", "yes", "dry-run"}
 _COMMAND_LINE_ONLY_OF = {
     "rm": {"bits", "leftovers", "sources"},
     "show": {"bits"},
-    "help": {"search"},
+    "help": {"search", "man"},
     "run": {"file"},
     "config": {"json", "changed"},
 }
