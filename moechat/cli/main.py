@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         status = parse(sys.argv[1:] if arguments is None else list(arguments))()
         sys.stdout.flush()
+        if sys.stderr.isatty():
+            from moechat.cli.update_notice import announce
+
+            announce()
     except BaseException as error:
         status = _end(error)
     if arguments is None:

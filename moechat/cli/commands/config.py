@@ -17,6 +17,7 @@ from moechat.cli.config.setting_keys import SettingKey, SettingKeys, Shown
 from moechat.cli.config.settings_edit import SettingsEditor, as_text, toml_of
 from moechat.cli.config.settings_file import (
     FILE,
+    OWN_SETTINGS,
     OWN_TABLES,
     Settings,
     default_map,
@@ -182,6 +183,10 @@ def _typed(keys: SettingKeys, key: SettingKey, texts: Sequence[str]) -> Any:
     Raises:
         UsageError: It is no value of the option.
     """
+    if key.name in OWN_SETTINGS and not key.table and len(texts) == 1:
+        if texts[0].lower() not in ("true", "false"):
+            raise UsageError(f"{key} is {one_line(texts[0])[:40]!r}; it must be true or false")
+        return texts[0].lower() == "true"
     parameters = keys.parameters(key)
     several = bool(parameters) and bool(getattr(parameters[0][1], "multiple", False))
     if len(texts) != 1 and not several:

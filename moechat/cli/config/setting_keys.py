@@ -15,6 +15,7 @@ from typing import Any
 from moechat.cli.config.own_names import preset_options, refuse_secret, require_name, unknown_key
 from moechat.cli.config.settings_file import (
     FILE,
+    OWN_SETTINGS,
     OWN_TABLES,
     Settings,
     options_of,
@@ -81,8 +82,8 @@ class SettingKeys:
 
     @property
     def general(self) -> list[str]:
-        """Names of all options, for whichever command."""
-        return sorted({name for options in self._options.values() for name in options})
+        """Names of all options, for whichever command, and of the program's own settings."""
+        return sorted({*OWN_SETTINGS, *(name for options in self._options.values() for name in options)})
 
     def parse(self, text: str) -> SettingKey:
         """The key that a user has given; underscores count as hyphens, and two hyphens in front are allowed.
@@ -155,6 +156,8 @@ class SettingKeys:
         values = values_of(key.command, settings) if key.command else settings.general
         if key.name in values:
             return Shown(str(key), values[key.name], FILE)
+        if key.name in OWN_SETTINGS:
+            return Shown(str(key), False, "default")
         defaults = [parameter.default for _, parameter in self.parameters(key)]
         same = all(default == defaults[0] for default in defaults)
         return Shown(str(key), _plain(defaults[0]) if same else None, "default")

@@ -37,6 +37,7 @@ OWN_VARIABLES = frozenset(
         "PYTHON",
         "TORCH_INDEX",
         "API_KEY",
+        "UPDATE_CHECK",
     )
 )
 # What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
@@ -51,6 +52,9 @@ _COMMAND_LINE_ONLY_OF = {
 }
 # Command aliases share the settings of the command.
 _ALIASES = {"pull": "download", "ls": "list"}
+# Settings of the program itself, which are options of no command; true or false.
+UPDATE_CHECK = "update-check"
+OWN_SETTINGS = (UPDATE_CHECK,)
 # Tables of the user's own names, which hold a table for each name.
 OWN_TABLES = ("presets", "remotes")
 # Options whose value may be a table of names and values.
@@ -185,8 +189,11 @@ def default_map(group: LazyGroup, settings: Settings) -> dict[str, dict[str, Any
         return {}
     options = {name: options_of(command) for name, command in group.built().items()}
     known = {name for of in options.values() for name in of}
-    for name in settings.general:
-        _require(name, known, settings.path, "option")
+    for name, value in settings.general.items():
+        if name in OWN_SETTINGS:
+            _require_switch(name, value, settings.path)
+        else:
+            _require(name, {*known, *OWN_SETTINGS}, settings.path, "option")
     for command, values in settings.of.items():
         _require(command, {*options, *OWN_TABLES}, settings.path, "command")
         for name in values:
@@ -245,6 +252,14 @@ def _require(name: str, known: set[str], path: Path, kind: str) -> None:
         else "moechat COMMAND --help shows the options, without the two hyphens"
     )
     raise UsageError(f"the settings file {path} sets {name!r}, which is no {kind}", hint=hint)
+
+
+def _require_switch(name: str, value: Any, path: Path) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"the settings file {path} says {name} = {value!r}; it must be true or false",
+            hint="correct or remove that line",
+        )
 
 
 def for_parser(value: Any, parameter: Any) -> Any:
