@@ -137,6 +137,7 @@ class ChatOptions:
         save: Save conversations and typed lines.
         resume: The conversation to continue: its number, or ``True`` for the last one.
         stats: Statistics after each answer.
+        watch: A map of the experts below each answer while it is written.
         quiet: Only answers and errors.
         verbose: Report progress and details.
         loading: How the model was loaded, as far as somebody said: option, value, and who said it.
@@ -149,6 +150,7 @@ class ChatOptions:
     save: bool = True
     resume: int | bool = False
     stats: bool = False
+    watch: bool = False
     quiet: bool = False
     verbose: bool = False
     loading: tuple[tuple[str, str, str], ...] = ()

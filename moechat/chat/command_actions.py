@@ -109,11 +109,18 @@ class Commands:
         self._session.status.statistics(self._session.models.engine.stats.to_json())
 
     def _map(self, text: str) -> None:
-        engine = self._session.models.engine
-        found = engine.expert_map()
-        if found is None:
-            raise UsageError(f"{engine.name} is on another server, which does not tell where its experts are")
-        self._session.status.expert_map(found)
+        self._session.status.expert_map(self._session.require_map())
+
+    def _watch(self, text: str) -> None:
+        session = self._session
+        choice = text.lower()
+        if choice not in ("", "on", "off"):
+            raise UsageError(f"/watch {one_line(text)[:40]} is neither on nor off")
+        wanted = choice == "on" if choice else not session.watching
+        if wanted:
+            session.require_map()
+        session.watching = wanted
+        self._say("the map is shown below each answer" if wanted else "the map is no longer shown")
 
     def _regen(self, text: str) -> None:
         if not self._session.conversation.turns:

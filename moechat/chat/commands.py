@@ -36,6 +36,7 @@ COMMANDS = (
     Command("show", "", "model, device, memory, context, settings"),
     Command("stats", "", "statistics of the last answer"),
     Command("map", "", "where every expert is: in memory, on its way, or not"),
+    Command("watch", "[on|off]", "show that map below each answer while it is written, or no longer"),
     Command("regen", "", "answer the last question again"),
     Command("edit", "TEXT", "put TEXT in place of the last question, and answer it"),
     Command("copy", "[code]", "copy the last answer, or its last block of code, to the clipboard"),

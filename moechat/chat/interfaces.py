@@ -31,6 +31,9 @@ class StatusOutput(Protocol):
     def expert_map(self, found: Any) -> None:
         """Show where every expert is, a :class:`moechat.offload.expert_map.ExpertMap`."""
 
+    def map_lines(self, found: Any, columns: int, rows: int) -> Sequence[str]:
+        """Format an :class:`moechat.offload.expert_map.ExpertMap` for a terminal, within a size."""
+
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         """Show a change of plan, the content of ``Replanned.to_json()``."""
 

@@ -7,14 +7,22 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moechat.chat.pending_reply import encode_messages, start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.session_recorder import Recorder
 from moechat.chat.signals import OneInterrupt, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
-from moechat.errors import DeviceLostError, MoechatError, NoModelError, PromptTooLongError, StoreDamagedError
+from moechat.chat.terminal.live_map import LiveMap, live_map
+from moechat.errors import (
+    DeviceLostError,
+    MoechatError,
+    NoModelError,
+    PromptTooLongError,
+    StoreDamagedError,
+    UsageError,
+)
 from moechat.history.conversation import Conversation, Mark, Turn
 
 if TYPE_CHECKING:
@@ -53,6 +61,8 @@ class ChatSession:
         self.files: list[tuple[str, str]] = []
         self.sessions = sessions
         self.view = View()
+        # A map of the experts is shown below answers while they are written.
+        self.watching = options.watch
         self._recorder = Recorder(sessions, self._warn)
         self._used: int | None = None
         self._counted = False
@@ -75,8 +85,8 @@ class ChatSession:
             PromptTooLongError: The question alone does not fit the context.
             StoreDamagedError: No further answer is possible; the same holds for :class:`DeviceLostError`.
         """
-        display = AnswerDisplay(self.view)
-        with OneInterrupt().watching() as interrupts, when_continued(display.answer.moved):
+        display = AnswerDisplay(self.view, self._live_map())
+        with OneInterrupt().watching() as interrupts, when_continued(display.moved):
             reply = Reply()
             mark: Mark = ""
             fatal: BaseException | None = None
@@ -122,12 +132,30 @@ class ChatSession:
                         "no longer hold them and an answer)"
                     )
         reply.follow_split(
-            pending.steps,
+            display.following(pending.steps),
             display.answer,
             display.thoughts,
             thinking=pending.thinking,
             token_text=engine.token_text,
         )
+
+    def require_map(self) -> Any:
+        """Where every expert is, a :class:`moechat.offload.expert_map.ExpertMap`.
+
+        Raises:
+            UsageError: The model is on another server.
+        """
+        engine = self.models.engine
+        found = engine.expert_map()
+        if found is None:
+            raise UsageError(f"{engine.name} is on another server, which does not tell where its experts are")
+        return found
+
+    def _live_map(self) -> LiveMap | None:
+        engine = self.models.engine
+        if not (self.watching and self.view.animated) or engine.expert_map() is None:
+            return None
+        return live_map(engine, self.status.map_lines, keep=False)
 
     def _keep(self, question: str, reply: Reply, mark: Mark, *, replace_last: bool, first_sent: int) -> None:
         self._counted = False

@@ -182,6 +182,9 @@ class RecordedOutput:
     def expert_map(self, found: Any) -> None:
         self.maps.append(found)
 
+    def map_lines(self, found: Any, columns: int, rows: int) -> list[str]:
+        return [row[:columns] for row in found.places[:rows]]
+
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         self.notices.append("replanned")
 

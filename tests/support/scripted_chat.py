@@ -1,10 +1,11 @@
 """A chat in its own process, for a pseudo-terminal: the real chat over a scripted model.
 
-Usage: ``python scripted_chat.py JSON``: answers, pause_s, options of the chat, save.
+Usage: ``python scripted_chat.py JSON``: answers, pause_s, options of the chat, save, layers of a map.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -18,6 +19,19 @@ from moechat.cli.main import Terminated, end_on_signals
 from moechat.history.session_database import sessions_path
 
 
+class ChangingMap:
+    """A map of experts, another one each time."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = tuple(range(layers))
+        self._turn = itertools.count()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        moved = next(self._turn) % 3
+        return tuple(("mp." * 8)[moved : moved + 16] for _ in self.layers)
+
+
 def main() -> int:
     script = json.loads(sys.argv[1])
     end_on_signals()
@@ -28,6 +42,8 @@ def main() -> int:
         context_length=1000,
         finish_reason="stop",
     )
+    if layers := script.get("layers"):
+        engine.map = ChangingMap(layers)
     options = ChatOptions(**script.get("options", {}))
     path = sessions_path() if script.get("save") else None
     status_output = StderrStatus()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
 from moechat.chat.terminal.output import NullSink, PlainAnswer, Sink, Thoughts
 from moechat.chat.terminal.waiting_line import WaitingLine
 from moechat.errors import MoechatError
+
+if TYPE_CHECKING:
+    from moechat.chat.terminal.live_map import LiveMap
+    from moechat.steps import Step
 
 
 @dataclass(frozen=True)
@@ -33,21 +39,37 @@ class View:
 class AnswerDisplay:
     """The outputs of one answer.
 
+    Args:
+        view: How it is shown.
+        live: A map below it; ``None``: no map.
+
     Attributes:
         waiting: The line before the first text.
         answer: Sink for the answer.
         thoughts: Sink for the thinking.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, live: LiveMap | None = None) -> None:
+        self._live = live
         self.waiting = WaitingLine(
             sys.stderr, shown=view.waits and view.animated, busy="thinking" if view.answer else "answering"
         )
         thoughts: Sink = NullSink()
         if view.thoughts:
-            thoughts = self.waiting.before(Thoughts(sys.stderr, dim=view.animated))
+            stream, wrap = _place(sys.stderr, live)
+            thoughts = self.waiting.before(Thoughts(stream, dim=view.animated, wrap=wrap))
         self.thoughts = thoughts
-        self.answer = self.waiting.before(_answer_sink(view)) if view.answer else NullSink()
+        self.answer = self.waiting.before(_answer_sink(view, live)) if view.answer else NullSink()
+
+    def following(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps of the answer; the map, if there is one, is refreshed between them."""
+        return steps if self._live is None else self._live.following(steps)
+
+    def moved(self) -> None:
+        """Another program wrote to the terminal: the cursor is now at the beginning of a row."""
+        self.answer.moved()
+        if self._live is not None:
+            self._live.moved()
 
     def end(self) -> None:
         """End the answer; may be called again.
@@ -57,7 +79,11 @@ class AnswerDisplay:
             MoechatError: stdout cannot be written.
         """
         self.waiting.remove()
-        self.answer.end()
+        try:
+            self.answer.end()
+        finally:
+            if self._live is not None:
+                self._live.end()
 
     def end_quietly(self) -> None:
         """Like :meth:`end` after another error: errors of the output are ignored."""
@@ -65,9 +91,22 @@ class AnswerDisplay:
             self.end()
 
 
-def _answer_sink(view: View) -> Sink:
+def _answer_sink(view: View, live: LiveMap | None) -> Sink:
+    stream, wrap = _place(sys.stdout, live)
     if not view.rendered:
-        return PlainAnswer(sys.stdout)
+        return PlainAnswer(stream, wrap)
     from moechat.chat.terminal.live_answer import MarkdownAnswer
 
-    return MarkdownAnswer(sys.stdout)
+    return MarkdownAnswer(stream, None if live is None else live.size)
+
+
+def _place(stream: TextIO, live: LiveMap | None) -> tuple[TextIO, Callable[[str], str] | None]:
+    """The stream for text, and how its lines are broken, where there may be a map below it."""
+    if live is None:
+        return stream, None
+    above = live.over(stream)
+    if above is stream:  # a pipe
+        return stream, None
+    from moechat.chat.terminal.live_answer import wrapping
+
+    return above, wrapping(live.size)

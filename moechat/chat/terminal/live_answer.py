@@ -90,6 +90,21 @@ class Rows:
         return "\n"
 
 
+def wrapping(size: Callable[[], tuple[int, int]]) -> Callable[[str], str]:
+    """A function that breaks the lines of a stream of text between words, before the terminal does.
+
+    Args:
+        size: Returns columns and rows.
+    """
+    rows = Rows(size()[0] - 1)
+
+    def wrap(text: str) -> str:
+        rows.resize(size()[0] - 1)
+        return rows.add(text)
+
+    return wrap
+
+
 class MarkdownAnswer:
     """Renders an answer as it streams.
 

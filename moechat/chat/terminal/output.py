@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from moechat.errors import MoechatError
@@ -51,10 +52,15 @@ class PlainAnswer:
 
     On a terminal, control characters are neutralised, so that a model cannot control the user's terminal. A
     pipe gets the model's bytes unchanged.
+
+    Args:
+        stream: stdout.
+        wrap: Breaks lines before the terminal does; ``None`` leaves that to the terminal.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, wrap: Callable[[str], str] | None = None) -> None:
         self._stream = stream
+        self._wrap = wrap
         self._neutral = stream.isatty()
         self._last = ""
 
@@ -74,7 +80,7 @@ class PlainAnswer:
         """Do nothing: the text continues at the cursor."""
 
     def _put(self, text: str) -> None:
-        write_output(self._stream, text)
+        write_output(self._stream, text if self._wrap is None else self._wrap(text))
 
 
 class Thoughts:
@@ -83,10 +89,12 @@ class Thoughts:
     Args:
         stream: stderr.
         dim: Whether the stream is a terminal that can dim text.
+        wrap: Breaks lines before the terminal does; ``None`` leaves that to the terminal.
     """
 
-    def __init__(self, stream: TextIO, *, dim: bool) -> None:
+    def __init__(self, stream: TextIO, *, dim: bool, wrap: Callable[[str], str] | None = None) -> None:
         self._stream = stream
+        self._wrap = wrap or (lambda text: text)
         self._neutral = stream.isatty()
         self._dim = dim
         self._last = ""
@@ -98,13 +106,13 @@ class Thoughts:
         if not text:
             return
         self._last = text[-1]
-        text = neutralise(text) if self._neutral else text
+        text = self._wrap(neutralise(text) if self._neutral else text)
         self._put(f"{DIM}{text}{NORMAL}" if self._dim else text)
 
     def end(self) -> None:
         """Separate the thinking from the answer by a blank line, if there was any."""
         if self._last:
-            self._put("\n" if self._last == "\n" else "\n\n")
+            self._put(self._wrap("\n" if self._last == "\n" else "\n\n"))
         self._last = ""
 
     def moved(self) -> None:

@@ -9,7 +9,7 @@ from moechat.chat.signals import uninterrupted
 from moechat.cli.terminal.answer_stats import print_replanned, print_stats
 from moechat.cli.terminal.consoles import print_error, print_notice, print_rows
 from moechat.cli.terminal.load_progress import format_bytes
-from moechat.cli.terminal.map_of_experts import print_map
+from moechat.cli.terminal.map_of_experts import live_lines, print_map
 from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class StderrStatus:
     def expert_map(self, found: Any) -> None:
         """Show where every expert is."""
         print_map(found)
+
+    def map_lines(self, found: Any, columns: int, rows: int) -> list[str]:
+        """Format a map for a terminal."""
+        return live_lines(found, columns, rows)
 
     def replanned(self, replanned: Mapping[str, Any]) -> None:
         """Show a change of plan."""

@@ -14,6 +14,7 @@ from moechat.chat.pending_reply import start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
+from moechat.chat.terminal.live_map import live_map
 from moechat.chat.terminal.output import can_redraw
 from moechat.cli.commands.loaded_model import loaded_by_a_server
 from moechat.cli.commands.model_choice import ModelChoice, preset_notice
@@ -24,6 +25,7 @@ from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
+from moechat.cli.terminal.map_of_experts import live_lines
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
@@ -76,6 +78,11 @@ def run(options: RunOptions) -> int:
             if prompt is None and wanted:
                 raise UsageError(f"{option} {why}", hint="give it as an argument or on stdin")
     require_output()
+    if options.watch and not is_animated():
+        raise UsageError(
+            "--watch draws on the terminal of stderr, and that is none that can move its cursor",
+            hint="leave --watch or the redirection of stderr out; /map in the chat prints the map once",
+        )
     if absent:
         from moechat.cli.commands.download import download_to_run
 
@@ -292,10 +299,11 @@ def _answer_once(
     Raises:
         MoechatError: The answer failed, before or after its first token, or it cannot be written.
     """
-    reply, display = Reply(), AnswerDisplay(_view(options))
+    live = live_map(engine, live_lines, keep=True) if options.watch else None
+    reply, display = Reply(), AnswerDisplay(_view(options), live)
     mark: Mark = ""
     lost: BaseException | None = None
-    with OneInterrupt().watching() as interrupts, when_continued(display.answer.moved):
+    with OneInterrupt().watching() as interrupts, when_continued(display.moved):
         try:
             _follow(engine, prompt, options, conversation, reply, display)
             mark = "cut" if reply.finish_reason == "length" else ""
@@ -339,14 +347,14 @@ def _follow(
     display.waiting.start()
     if options.completion:
         steps = engine.generate(prompt, progress=display.waiting.progress, **options.generation)
-        reply.follow(steps, display.answer)
+        reply.follow(display.following(steps), display.answer)
         return
     pending = start_reply(engine, conversation, prompt, options.chat.generation, display.waiting.progress)
     if pending.first_sent > conversation.first_sent and not options.quiet:
         with display.waiting.hidden():
             print_notice(f"(the {2 * pending.first_sent} oldest messages were left out)")
     reply.follow_split(
-        pending.steps,
+        display.following(pending.steps),
         display.answer,
         display.thoughts,
         thinking=pending.thinking,

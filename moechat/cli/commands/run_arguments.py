@@ -172,6 +172,13 @@ class RunOptions(PlaceOptions):
         ),
     ] = None
     stats: Annotated[bool, flag("Show statistics of each answer on stderr.", "--stats")] = False
+    watch: Annotated[
+        bool,
+        flag(
+            "Show below the answer where every expert is while it is written, on the terminal of stderr.",
+            "--watch",
+        ),
+    ] = False
     quiet: Annotated[bool, flag("Only the answer, and errors.", "--quiet", "-q")] = False
     verbose: Annotated[bool, flag("Describe the loaded model and its memory.", "--verbose", "-v")] = False
     yes: Annotated[bool, flag("Download the model without asking if it is not here.", "--yes", "-y")] = False
@@ -207,6 +214,7 @@ class RunOptions(PlaceOptions):
                 ("--file", bool(self.file)),
                 ("--json", self.json),
                 ("--continue or --session", self.resumes),
+                ("--watch", self.watch),
             ):
                 if given:
                     raise UsageError(f"--jsonl answers the prompts of a file; it excludes {option}")
@@ -235,6 +243,8 @@ class RunOptions(PlaceOptions):
                 raise UsageError("--stop is empty; it must be a text")
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other")
+        if self.quiet and self.watch:
+            raise UsageError("--quiet and --watch exclude each other")
 
     def _check_remote(self) -> None:
         require_whole("--concurrency", self.concurrency, 1, 256)
@@ -246,6 +256,8 @@ class RunOptions(PlaceOptions):
                 given.append(as_flag(name))
         if self.dry_run:
             given.append("--dry-run")
+        if self.watch:
+            given.append("--watch")
         if given:
             raise UsageError(
                 f"--remote lets another server answer; it excludes {', '.join(given)}",
@@ -339,6 +351,7 @@ class RunOptions(PlaceOptions):
             save=self.save,
             resume=self.resume if self.session is None else self.session,
             stats=self.stats,
+            watch=self.watch,
             quiet=self.quiet,
             verbose=self.verbose,
             loading=tuple(
