@@ -119,6 +119,8 @@ class Commands:
         wanted = choice == "on" if choice else not session.watching
         if wanted:
             session.require_map()
+            if not session.view.animated:
+                raise UsageError("the map needs a terminal that can move its cursor; /map prints it")
         session.watching = wanted
         self._say("the map is shown below each answer" if wanted else "the map is no longer shown")
 

@@ -263,6 +263,12 @@ def test_ctrl_c_removes_the_map_and_keeps_what_was_written(chat: Callable[..., S
     assert talk.leave() == 0
 
 
+def test_a_terminal_that_cannot_move_its_cursor_shows_no_live_map(chat: Callable[..., ScriptedChat]) -> None:
+    talk = chat("first", layers=4, term="dumb")
+    talk.type("/watch\r")
+    talk.wait("can move its cursor")
+
+
 def test_a_model_on_another_server_has_no_map(chat: Callable[..., ScriptedChat]) -> None:
     talk = chat("x")
     talk.enter("/watch")
