@@ -26,6 +26,9 @@ PATHS = [
     "/v1/models",
     "/health",
     "/metrics",
+    "/moechat/conversations",
+    "/moechat/conversations?search=%00&limit=3",
+    "/moechat/conversations/1/turns",
     "/",
     "/../../etc/passwd",
     "/%00",
@@ -64,6 +67,7 @@ FIELDS = [
         "instructions",
         "text",
     ),
+    *("turns", "undone", "title", "through"),
     *("reasoning", "max_output_tokens", "suffix", "echo", "best_of", "user", "functions"),
 ]
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -87,6 +91,8 @@ VALUES: list[Any] = [
     [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
     [{"type": "function", "function": {"name": "f" * 100}}],
     [{"name": "f", "input_schema": {}}],
+    [{"question": "a", "answer": "b"}],
+    [{"question": "\ud800", "answer": "\0", "mark": "x"}],
 ]
 
 

@@ -84,6 +84,7 @@ def serving(directory: Path, *arguments: str, ready: bool = True) -> Iterator[Se
             cwd=directory,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "LC_ALL": "C.UTF-8"},
         )
+    server: ServerProcess | None = None
     try:
         server = ServerProcess(process, _url(process, log), log)
         if ready:
@@ -91,8 +92,13 @@ def serving(directory: Path, *arguments: str, ready: bool = True) -> Iterator[Se
         yield server
         assert server.may_end or process.poll() is None, log.read_text()
     finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
+        # A second signal would cut short what the first one has begun.
+        if server is None or not server.may_end:
+            process.terminate()
+        try:
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
     assert process.returncode == 143
     assert "Traceback" not in log.read_text()
     assert "unexpected" not in log.read_text()
