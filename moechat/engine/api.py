@@ -26,6 +26,7 @@ from moechat.engine.answer import AnswerSettings, stop_texts, token_bias
 from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
 from moechat.engine.grammar import Grammar
+from moechat.engine.kept_conversation import conversation_key, read_conversation, write_conversation
 from moechat.engine.plans import PlanKeeper
 from moechat.engine.prompt import Message, Prompt, PromptEncoder
 from moechat.engine.recovery import PassRunner
@@ -311,6 +312,58 @@ class Engine:
     def drop_prompt_cache(self) -> None:
         """Forget the keys and values of the last answer, so that the next prompt is computed as a whole."""
         self.decoder.prompt_cache.drop()
+
+    def save_conversation(self, path: str | Path) -> int:
+        """Write the attention cache of the last answer's conversation to a file.
+
+        Args:
+            path: The file, which is replaced; about as large as the cache of so many tokens.
+
+        Returns:
+            Tokens that were written; 0: there is no conversation, and no file was written.
+
+        Raises:
+            UsageError: The model's attention cache has windows or states, or is on a GPU.
+            MoechatError: The file cannot be written, or the engine is closed.
+        """
+        self.passes.usable_model()
+        self._require_cache_in_memory()
+        held = self.decoder.prompt_cache.latest
+        if held is None:
+            return 0
+        write_conversation(Path(path).expanduser(), held, conversation_key(self.loaded))
+        return len(held.tokens)
+
+    def load_conversation(self, path: str | Path) -> int:
+        """Read a file of :meth:`save_conversation`: a prompt that goes on from it computes only new tokens.
+
+        Args:
+            path: The file.
+
+        Returns:
+            Tokens that were read.
+
+        Raises:
+            UsageError: It is no such file, or another model or other options have made it.
+            MoechatError: It cannot be read, or the engine is closed.
+        """
+        self.passes.usable_model()
+        self._require_cache_in_memory()
+        held = read_conversation(
+            Path(path).expanduser(),
+            self.decoder.new_cache(),
+            conversation_key(self.loaded),
+            vocabulary=self.decoder.vocabulary,
+            context=self.context_length,
+        )
+        self.decoder.prompt_cache.add(held)
+        return len(held.tokens)
+
+    def _require_cache_in_memory(self) -> None:
+        if self.loaded.accelerator is not None:
+            raise UsageError(
+                "attention caches on a GPU cannot be kept in files", hint="run without --prompt-cache"
+            )
 
     @known_keywords("tuning")
     def tune(

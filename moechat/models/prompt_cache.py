@@ -155,6 +155,16 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def latest(self) -> CachedTokens | None:
+        """The cache that was used last, which stays here; ``None``: none is kept."""
+        return self._held[-1] if self._held else None
+
+    def add(self, held: CachedTokens) -> None:
+        """Keep a cache as the one that was used last."""
+        self._held.append(held)
+        self._make_room()
+
     def take(self, tokens: list[int], most: int) -> CachedTokens:
         """Take out the cache with the most of the first tokens of a prompt that can be kept, or a new one.
 

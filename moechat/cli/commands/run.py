@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.cli.terminal.map_of_experts import live_lines
-from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
+from moechat.errors import MoechatError, NoModelError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.history.attachments import attach
@@ -170,6 +171,8 @@ def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
             files=files,
         ).run()
         no_more_interrupts()  # a further Ctrl-C must not interrupt the clean-up
+        with suppress(NoModelError):
+            _save_conversation(models.engine, choice.current)
         return status
 
 
@@ -204,7 +207,7 @@ def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
         if options.verbose:
             _describe(remote)
         return remote
-    if not (options.no_daemon or options.tune):
+    if not (options.no_daemon or options.tune or options.prompt_cache):
         elsewhere = loaded_by_a_server(options)
         if elsewhere is not None:
             _require_template(elsewhere, options)
@@ -214,6 +217,7 @@ def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
     engine = _load(options)
     try:
         _require_template(engine, options)
+        _load_conversation(engine, options)
         _tune(engine, options, chat=chat)
         if options.verbose:
             _describe(engine)
@@ -234,6 +238,30 @@ def _require_template(engine: ChatEngine, options: RunOptions) -> None:
     if not options.quiet:
         for text in options.settings.template.unread(engine.name, engine.template_variables):
             print_notice(text)
+
+
+def _load_conversation(engine: Engine, options: RunOptions) -> None:
+    """Read the file of --prompt-cache, if it exists yet."""
+    if options.prompt_cache is None or not os.path.lexists(os.path.expanduser(options.prompt_cache)):
+        return
+    tokens = engine.load_conversation(options.prompt_cache)
+    if options.verbose:
+        print_notice(f"{tokens} tokens of a conversation were read from {options.prompt_cache}")
+
+
+def _save_conversation(engine: ChatEngine, options: RunOptions) -> None:
+    """Write the file of --prompt-cache.
+
+    Raises:
+        MoechatError: It cannot be written.
+    """
+    from moechat import Engine
+
+    if options.prompt_cache is None or not isinstance(engine, Engine):
+        return
+    tokens = engine.save_conversation(options.prompt_cache)
+    if options.verbose and tokens:
+        print_notice(f"{tokens} tokens of the conversation were written to {options.prompt_cache}")
 
 
 def _load(options: RunOptions) -> Engine:
@@ -327,6 +355,7 @@ def _answer_once(
         recorder.keep(conversation)
     if lost is not None:
         raise lost
+    _save_conversation(engine, options)
     if options.json:
         _print_json(engine, reply, options)
     if mark == "cut" and not options.quiet:

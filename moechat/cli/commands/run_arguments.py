@@ -134,6 +134,13 @@ class RunOptions(PlaceOptions):
             "--no-daemon",
         ),
     ] = False
+    prompt_cache: Annotated[
+        str | None,
+        option(
+            "FILE",
+            "Keep the computed conversation in this file, and go on from it: only new tokens are computed.",
+        ),
+    ] = None
     system_prompt: Annotated[str | None, option("TEXT", "System prompt, before the conversation.")] = None
     completion: Annotated[
         bool, flag("Continue the prompt as it is, without the chat template.", "--completion")
@@ -218,6 +225,8 @@ class RunOptions(PlaceOptions):
             ):
                 if given:
                     raise UsageError(f"--jsonl answers the prompts of a file; it excludes {option}")
+        if self.prompt_cache is not None and (self.jsonl is not None or self.dry_run):
+            raise UsageError("--prompt-cache keeps one conversation; it excludes --jsonl and --dry-run")
         if self.completion and self.resumes:
             raise UsageError("--completion continues a text; --continue and --session continue conversations")
         parse_options(self.template_option or ())
@@ -258,6 +267,8 @@ class RunOptions(PlaceOptions):
             given.append("--dry-run")
         if self.watch:
             given.append("--watch")
+        if self.prompt_cache is not None:
+            given.append("--prompt-cache")
         if given:
             raise UsageError(
                 f"--remote lets another server answer; it excludes {', '.join(given)}",
@@ -290,6 +301,7 @@ class RunOptions(PlaceOptions):
         has = _PARAMETERS - {"model", "prompt"}
         changed, origins = self.own.applied(name, plain, has)
         plain["remote"] = None
+        plain["prompt_cache"] = None  # the file is the first model's
         if changed.get("remote") is not None:
             # How a model of this machine is loaded means nothing there.
             loading = {entry.name for entry in fields(LoadOptions)}
