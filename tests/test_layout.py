@@ -11,8 +11,9 @@ from places import ROOT, SCRIPTS, TESTS
 from quick_run import slow_tests
 
 ROOMS = sorted(file.parent.name for file in (ROOT / "moechat").glob("*/__init__.py"))
-# Beside the rooms of the package: its single modules, the native core, the developers' scripts, a real GPU.
-OTHERS = {"config", "native", "scripts", "gpu", "support", "data"}
+# Beside the rooms of the package: its single modules, the native core, the developers' scripts, a GPU, other
+# programs.
+OTHERS = {"config", "native", "scripts", "gpu", "peers", "support", "data"}
 
 
 def test_every_room_of_the_package_has_tests() -> None:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moechat.cli.config.own_names import is_secret_key, parsed, shadowed_model
+from moechat.cli.config.own_names import shadowed_model
+from moechat.cli.config.own_tables import is_secret_key, parsed
 from moechat.cli.config.setting_checks import check_settings, new_problems
 from moechat.cli.config.setting_keys import SettingKey, SettingKeys, Shown
 from moechat.cli.config.settings_edit import SettingsEditor, as_text, toml_of

@@ -10,7 +10,8 @@ from moechat.chat.chat_options import NAMES, ChatOptions, Generation, require_se
 from moechat.chat.template_options import TemplateOptions, parse_options
 from moechat.cli.commands.answer_form import AnswerForm
 from moechat.cli.completion.completers import complete_models, complete_remotes
-from moechat.cli.config.own_names import DEFAULT_MODEL, OwnNames, Remote
+from moechat.cli.config.own_names import OwnNames
+from moechat.cli.config.own_tables import DEFAULT_MODEL, Remote
 from moechat.cli.options import PlaceOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError

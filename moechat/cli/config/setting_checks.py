@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from moechat.cli.config.own_names import OwnNames, parse_preset, parse_remote
+from moechat.cli.config.own_names import OwnNames
+from moechat.cli.config.own_tables import parse_preset, parse_remote
 from moechat.cli.config.settings_file import (
     FILE,
     OWN_VARIABLES,

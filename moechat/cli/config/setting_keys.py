@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moechat.cli.config.own_names import preset_options, refuse_secret, require_name, unknown_key
+from moechat.cli.config.own_tables import (
+    REMOTE_KEYS,
+    preset_options,
+    refuse_secret,
+    require_name,
+    unknown_key,
+)
 from moechat.cli.config.settings_file import (
     FILE,
     OWN_SETTINGS,
@@ -24,8 +30,6 @@ from moechat.cli.config.settings_file import (
 )
 from moechat.cli.lazy_group import LazyGroup
 from moechat.errors import UsageError
-
-_REMOTE_KEYS = ("url", "model", "api-key-variable")
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class SettingKeys:
 
     def own_keys(self, table: str) -> list[str]:
         """Keys in a table of the user's own names."""
-        return ["model", *preset_options(self.run)] if table == "presets" else list(_REMOTE_KEYS)
+        return ["model", *preset_options(self.run)] if table == "presets" else list(REMOTE_KEYS)
 
     def parameters(self, key: SettingKey) -> list[tuple[Any, Any]]:
         """The commands and options that a key stands for; none for texts of the user's own names."""

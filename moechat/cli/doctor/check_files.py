@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.cli.config.own_names import is_private
+from moechat.cli.config.own_tables import is_private
 from moechat.cli.config.setting_checks import check_settings
 from moechat.cli.config.settings_file import FILE, Settings, apply_settings, read_settings, variable_of
 from moechat.cli.doctor.findings import Look, Report
