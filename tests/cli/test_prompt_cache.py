@@ -8,20 +8,28 @@ from pathlib import Path
 from cli_support import Cli
 
 
-def test_the_command_line_keeps_and_continues(cli: Cli, tmp_path: Path) -> None:
+def test_a_later_start_goes_on_and_computes_only_new_tokens(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "state"
-    options = ["--prompt-cache", str(path), "--temperature", "0", "--max-tokens", "10", "-v"]
+    options = ["--prompt-cache", str(path), "--temperature", "0", "--max-tokens", "10", "--completion"]
     text = "Once upon a time there was a little fox who wanted to fly over the hill"
-    first = cli.run("run", "demo", "--completion", text, *options)
+    first = cli.run("run", "demo", text, *options, "-v")
     assert first.status == 0
     assert "were written to" in first.err
-    again = cli.run("run", "demo", "--completion", text, *options, "--json")
-    assert json.loads(again.out)["text"] == first.out.decode().rstrip("\n")
+    longer = text + first.out.decode().rstrip("\n") + " And then"
+    again = cli.run("run", "demo", longer, *options, "-v", "--json")
     assert "were read from" in again.err
-    assert json.loads(again.out)["statistics"]["reused_tokens"] > 0
+    found = json.loads(again.out)
+    assert found["statistics"]["reused_tokens"] > 15
+    plain = cli.run(
+        "run", "demo", longer, "--temperature", "0", "--max-tokens", "10", "--completion", "--json"
+    )
+    assert json.loads(plain.out)["text"] == found["text"]
+
+
+def test_other_files_and_options_that_do_not_fit_are_refused(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "state"
     path.write_bytes(b"something else")
-    refused = cli.run("run", "demo", "--completion", text, *options)
-    assert refused.status == 2
+    assert cli.run("run", "demo", "hello", "--prompt-cache", str(path)).status == 2
     assert path.read_bytes() == b"something else"
     assert cli.run("run", "demo", "--jsonl", "x", "--prompt-cache", "y").status == 2
     assert cli.run("run", "demo", "x", "--remote", "http://localhost:1", "--prompt-cache", "y").status == 2
