@@ -14,19 +14,44 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from made_answers import made_answer
+from made_stories import made_story, renamed
+from made_tools import json_dialogue, story_json, tool_dialogue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 EOT, SYSTEM, USER, ASSISTANT, END = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL = [EOT, SYSTEM, USER, ASSISTANT, END]
 VOCAB_SIZE = 3584
+# Tools come as one JSON object a line, with the types of their parameters alone: the context is short. Calls
+# are written as Hermes and Qwen write them.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] | trim) + '<|end|>' }}{% endfor %}"
+    "{% set first = messages[0] if messages else {} %}"
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% if first['role'] == 'system' %}{{ (first['content'] | trim) + '\n' }}{% endif %}{{ '<tools>\n' }}"
+    "{% for tool in tools %}{% set f = tool['function'] if tool['function'] else tool %}"
+    "{{ '{\"name\": ' + (f['name'] | tojson) }}"
+    "{% if f['description'] %}{{ ', \"description\": ' + (f['description'] | tojson) }}{% endif %}"
+    "{{ ', \"parameters\": {' }}"
+    "{% for key, value in ((f['parameters'] or {})['properties'] or {}).items() %}"
+    "{{ (key | tojson) + ': ' + ((value['enum'] or value['type'] or 'any') | tojson) }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ '}}\n' }}{% endfor %}{{ '</tools><|end|>' }}{% endif %}"
+    "{% for m in messages %}{% if not (tools and loop.first and m['role'] == 'system') %}"
+    "{% if m['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\n' + (m['content'] | trim) + '\n</tool_response><|end|>' }}"
+    "{% else %}{{ '<|' + m['role'] + '|>' + ((m['content'] or '') | trim) }}"
+    "{% for call in m['tool_calls'] or [] %}{% set c = call['function'] if call['function'] else call %}"
+    "{% if m['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' + (c['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{ c['arguments'] if c['arguments'] is string else c['arguments'] | tojson }}"
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 FILES = {
@@ -78,7 +103,8 @@ SYSTEM_COFFEE = [
     "You are a friendly barista.",
 ]
 SYSTEM_HELP = ["You are a helpful assistant.", "You are a friendly helper.", "Answer the user."]
-# Hand-written small talk: (ways to say it, ways to answer it).
+# Hand-written small talk: (ways to say it, ways to answer it). GREETING and THANKS are indices into it.
+GREETING, THANKS = 0, 2
 SMALL_TALK: list[tuple[list[str], list[str]]] = [
     (
         ["Hello!", "Hi!", "Hi there.", "Hello there!", "hey", "hello", "Good morning!", "Good evening."],
@@ -95,28 +121,6 @@ SMALL_TALK: list[tuple[list[str], list[str]]] = [
             "I am fine, thank you. How are you?",
             "I am very well today, thank you! What can I do for you?",
             "I feel happy today. Thank you for asking!",
-        ],
-    ),
-    (
-        [
-            "Who are you?",
-            "What are you?",
-            "What is your name?",
-            "Are you a robot?",
-            "Tell me about yourself.",
-        ],
-        [
-            "I am a very small language model. I like to tell stories.",
-            "I am a little computer program. I can tell you a story or chat with you.",
-            "I am a small model with many little experts inside. I know many stories.",
-        ],
-    ),
-    (
-        ["What can you do?", "How can you help me?", "What do you know?", "Can you help me?"],
-        [
-            "I can tell you a short story. Just tell me what it should be about!",
-            "I can tell stories and talk a little. Try asking me for a story about a cat.",
-            "I like to tell stories about animals and children. What should the story be about?",
         ],
     ),
     (
@@ -330,6 +334,34 @@ def render(turns: list[Turn]) -> str:
     return "".join(f"<|{role}|>{text}{END}" for role, text in turns)
 
 
+def _tool_line(tool: dict[str, Any]) -> str:
+    function = tool["function"]
+    line = f'{{"name": {json.dumps(function["name"])}'
+    if function.get("description"):
+        line += f', "description": {json.dumps(function["description"])}'
+    properties = function["parameters"]["properties"].items()
+    types = ", ".join(f"{json.dumps(k)}: {json.dumps(v.get('enum') or v['type'])}" for k, v in properties)
+    return f'{line}, "parameters": {{{types}}}}}\n'
+
+
+def render_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    """What the chat template makes of messages with tools and calls; a test compares the two."""
+    text, system = "", ""
+    if messages[0]["role"] == "system":
+        system, messages = messages[0]["content"] + "\n", messages[1:]
+    text = f"{SYSTEM}{system}<tools>\n{''.join(map(_tool_line, tools))}</tools>{END}"
+    for m in messages:
+        content = m["content"]
+        for call in m.get("tool_calls", []):
+            body = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            content += ("\n" if content else "") + f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
+        if m["role"] == "tool":
+            text += f"{USER}<tool_response>\n{content}\n</tool_response>{END}"
+        else:
+            text += f"<|{m['role']}|>{content}{END}"
+    return text
+
+
 def _pick(rng: np.random.Generator, options: list[str]) -> str:
     return options[int(rng.integers(len(options)))]
 
@@ -350,10 +382,10 @@ def story_chat(doc: Doc, rng: np.random.Generator) -> list[Turn]:
     if rng.random() < 0.15:
         turns.append(("system", _pick(rng, SYSTEM_STORY + SYSTEM_HELP)))
     if rng.random() < 0.10:
-        turns += small_talk(rng, 0)
+        turns += small_talk(rng, GREETING)
     turns += [("user", _request(doc, rng)), ("assistant", doc.text)]
     if rng.random() < 0.10:
-        turns += small_talk(rng, 4)
+        turns += small_talk(rng, THANKS)
     return turns
 
 
@@ -367,12 +399,70 @@ def dialogue(doc: Doc, rng: np.random.Generator) -> list[Turn]:
     return ([("system", _pick(rng, system))] if rng.random() < 0.25 else []) + doc.turns
 
 
+def _with_system(turns: list[Turn], rng: np.random.Generator, share: float, systems: list[str]) -> list[Turn]:
+    return [("system", _pick(rng, systems)), *turns] if rng.random() < share else turns
+
+
+def answer_chat(rng: np.random.Generator) -> list[Turn]:
+    """One to three questions about moechat and the model, with small talk between some of them."""
+    turns: list[Turn] = []
+    for _ in range(int(rng.integers(1, 4))):
+        if rng.random() < 0.12:
+            turns += small_talk(rng)
+        question, answer = made_answer(rng)
+        turns += [("user", question), ("assistant", answer)]
+    return _with_system(turns, rng, 0.15, SYSTEM_HELP)
+
+
+def made_story_chat(rng: np.random.Generator) -> list[Turn]:
+    """A request for a made story; sometimes a greeting before it, or a second request after it."""
+    turns = small_talk(rng, GREETING) if rng.random() < 0.06 else []
+    for _ in range(2 if rng.random() < 0.12 else 1):
+        request, story = made_story(rng)
+        turns += [("user", request), ("assistant", story)]
+    if rng.random() < 0.05:
+        turns += small_talk(rng, THANKS)
+    return _with_system(turns, rng, 0.12, SYSTEM_STORY + SYSTEM_HELP)
+
+
+def renamed_chat(doc: Doc, rng: np.random.Generator) -> list[Turn]:
+    """A story of TinyStories with other names and animals, and a request that names them."""
+    text, topics = renamed(doc.text, rng)
+    # A topic that was found before may have been replaced.
+    topics += [topic for topic in doc.topics if re.search(rf"\b{topic.split()[-1]}\b", text)]
+    return story_chat(Doc(doc.source, text, topics=topics), rng)
+
+
+def json_chat(rng: np.random.Generator) -> list[Turn]:
+    messages = story_json(rng) if rng.random() < 0.3 else json_dialogue(rng)
+    turns = [(m["role"], m["content"]) for m in messages]
+    return _with_system(turns, rng, 0.15, [*SYSTEM_HELP, "Answer as JSON."])
+
+
+def tool_text(rng: np.random.Generator) -> str:
+    return render_messages(*tool_dialogue(rng))
+
+
+# Streams made by rule: how to make one document, and how many make a pass.
+MADE: dict[str, tuple[Callable[[np.random.Generator], str], int]] = {
+    "made_stories": (lambda rng: render(made_story_chat(rng)), 2000),
+    "answers": (lambda rng: render(answer_chat(rng)), 1500),
+    "tool_calls": (tool_text, 1500),
+    "json": (lambda rng: render(json_chat(rng)), 2000),
+}
+
+
 def chat_texts(name: str, corpus: dict[str, list[Doc]], rng: np.random.Generator) -> list[str]:
     """The rendered dialogues of one training stream, differently phrased on every pass."""
+    if name in MADE:
+        make, count = MADE[name]
+        return [make(rng) for _ in range(count)]
     if name == "story_chat":
         # 1,024 positions hold about 4,000 characters.
         tales = [d for d in corpus["fairytales"] if len(d.text) < 3600]
         return [render(story_chat(d, rng)) for d in corpus["tinystories"] + tales]
+    if name == "renamed_chat":
+        return [render(renamed_chat(d, rng)) for d in corpus["tinystories"]]
     if name == "small_talk":
         return [render([t for _ in range(1 + i % 3) for t in small_talk(rng)]) for i in range(400)]
     return [render(dialogue(d, rng)) for d in corpus[name]]

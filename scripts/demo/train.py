@@ -25,11 +25,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from corpus import CHAT_TEMPLATE, END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from first_weights import first_weights
 from model_card import write_card
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,8 +44,6 @@ from transformers import (
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-TOKENS_PER_STEP = 10240
-WARMUP = 60
 DECAY_SHARE = 0.25
 MUON_LR, ADAM_LR = 0.015, 3e-3
 MUON_DECAY, ADAM_DECAY = 0.1, 0.01
@@ -62,7 +62,44 @@ MIX = {
     "oasst": (0.06, 0.06),
     "small_talk": (0.01, 0.04),
 }
-STREAMS = list(MIX)
+# The same for a run that continues from weights (--start): the streams made by rule, and a part of everything
+# else, so that nothing is forgotten.
+START_MIX = {
+    "tinystories": (0.07, 0.07),
+    "story_chat": (0.09, 0.10),
+    "fairytales": (0.03, 0.03),
+    "books": (0.04, 0.04),
+    "coffee": (0.04, 0.04),
+    "oasst": (0.03, 0.03),
+    "small_talk": (0.02, 0.02),
+    "renamed_chat": (0.12, 0.11),
+    "made_stories": (0.24, 0.23),
+    "answers": (0.10, 0.11),
+    "tool_calls": (0.15, 0.15),
+    "json": (0.07, 0.07),
+}
+STREAMS = list(START_MIX)  # in the order of their random numbers: those of MIX first
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What differs between a run from random weights and one that continues (--start).
+
+    Attributes:
+        mix: Share of the rows of a batch per stream, in the constant phase and in the decay phase.
+        tokens_per_step: Tokens of a batch.
+        warmup: Steps with a growing rate.
+        rate: Factor of all learning rates.
+    """
+
+    mix: dict[str, tuple[float, float]]
+    tokens_per_step: int
+    warmup: int
+    rate: float
+
+
+FROM_NOTHING = RunShape(MIX, 10240, 60, 1.0)
+FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.5)
 LONG_TEXTS = ("fairytales", "books")
 
 
@@ -257,8 +294,8 @@ class Muon:
 class Streams:
     """Endless, deterministic rows of tokens per stream; the position is a count of rows drawn."""
 
-    def __init__(self, corpus: Corpus, tok: PreTrainedTokenizerFast, seed: int) -> None:
-        self.corpus, self.tok, self.seed = corpus, tok, seed
+    def __init__(self, corpus: Corpus, tok: PreTrainedTokenizerFast, seed: int, run: RunShape) -> None:
+        self.corpus, self.tok, self.seed, self.run = corpus, tok, seed, run
         self.counts: dict[str, int] = {}
         self.cache: dict[str, tuple[int, list[np.ndarray]]] = {}
 
@@ -300,8 +337,8 @@ class Streams:
         return row
 
     def batch(self, step: int, length: int, decay: bool) -> Tensor:
-        share = np.array([MIX[s][decay] for s in STREAMS])
-        rows = TOKENS_PER_STEP // length
+        share = np.array([self.run.mix.get(s, (0.0, 0.0))[decay] for s in STREAMS])
+        rows = self.run.tokens_per_step // length
         # Systematic sampling: the counts of a batch differ from the wanted shares by less than one row.
         start = np.random.default_rng([self.seed, 999, step]).random()
         picks = np.searchsorted(np.cumsum(share / share.sum()), (np.arange(rows) + start) / rows)
@@ -324,9 +361,13 @@ def decay_start(steps: int) -> int:
     return steps - round(DECAY_SHARE * steps)
 
 
-def lr_factor(step: int, steps: int) -> float:
+def lr_factor(step: int, steps: int, run: RunShape) -> float:
     start = decay_start(steps)
-    return min(1.0, (step + 1) / WARMUP) * (1.0 if step < start else (steps - step) / (steps - start))
+    return (
+        run.rate
+        * min(1.0, (step + 1) / run.warmup)
+        * (1.0 if step < start else (steps - step) / (steps - start))
+    )
 
 
 def new_model() -> Qwen3MoeForCausalLM:
@@ -404,7 +445,7 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
         (loss + aux).backward()
         norm = nn.utils.clip_grad_norm_(rest, 1.0)
-        factor = lr_factor(step, args.steps)
+        factor = lr_factor(step, args.steps, streams.run)
         muon.step(MUON_LR * factor)
         for group in adam.param_groups:
             group["lr"] = ADAM_LR * factor
@@ -412,13 +453,13 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         model.zero_grad(set_to_none=True)
         seconds = time.monotonic() - begin
         log["step"] += 1
-        log["tokens"] += TOKENS_PER_STEP
+        log["tokens"] += streams.run.tokens_per_step
         log["seconds"] += seconds
         if step % 10 == 9 or step < 10:
             print(
                 f"{time.strftime('%H:%M:%S')} step {step + 1} loss {loss.item():.4f} norm {norm:.2f} "
                 f"lr {factor:.3f} share {shares.min():.2%}-{shares.max():.2%} "
-                f"{TOKENS_PER_STEP / seconds:.0f} tok/s mean {log['tokens'] / log['seconds']:.0f}",
+                f"{streams.run.tokens_per_step / seconds:.0f} tok/s mean {log['tokens'] / log['seconds']:.0f}",
                 flush=True,
             )
         if time.monotonic() - last_save > SAVE_EVERY_S:
@@ -454,6 +495,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, model and card")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--start", type=Path, help="continue from the weights of this checkpoint or block store"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
     parser.add_argument(
@@ -465,21 +509,31 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data)
+    shape = FROM_WEIGHTS if args.start else FROM_NOTHING
     go_on = (args.resume or args.eval_only) and (args.out / "tokenizer.json").exists()
-    tok = AutoTokenizer.from_pretrained(args.out) if go_on else train_tokenizer(corpus)
+    if go_on or args.start:
+        tok = AutoTokenizer.from_pretrained(args.out if go_on else args.start)
+        tok.chat_template = CHAT_TEMPLATE
+    else:
+        tok = train_tokenizer(corpus)
     tok.save_pretrained(args.out)
-    model, streams = new_model(), Streams(corpus, tok, args.seed)
+    model, streams = new_model(), Streams(corpus, tok, args.seed, shape)
+    if args.start:
+        model.load_state_dict(first_weights(args.start), strict=False)
+        model.tie_weights()
     log = load_state(args.out, model, streams) if args.eval_only else train(args, model, streams)
     save_model(args.out, model, tok)
     run = {
         "steps": log["step"],
         "seed": args.seed,
         "tokens": log["tokens"],
-        "tokens_per_step": TOKENS_PER_STEP,
+        "start": str(args.start) if args.start else None,
+        "rate": shape.rate,
+        "tokens_per_step": shape.tokens_per_step,
         "hours": log["seconds"] / 3600,
         "tokens_per_second": log["tokens"] / log["seconds"],
         "threads": args.threads,
-        "warmup": WARMUP,
+        "warmup": shape.warmup,
         "decay_steps": max(0, log["step"] - log["decay_from"]),
         "balance_coef": BALANCE_COEF,
         "passes": streams.passes(),
