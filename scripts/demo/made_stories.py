@@ -23,51 +23,54 @@ def phrases(text: str) -> list[str]:
 ANIMALS = words(
     "fox cat dog bear mouse rabbit owl frog duck pig cow horse sheep goat lion tiger elephant monkey zebra "
     "giraffe hippo turtle snake crocodile whale dolphin shark fish crab octopus bird crow eagle parrot "
-    "penguin swan goose hen rooster bee ant spider snail worm butterfly ladybug squirrel hedgehog mole badger "
-    "wolf deer moose beaver otter seal camel donkey pony kitten puppy bunny chick lamb calf dragon unicorn "
-    "robot kangaroo koala panda bat lizard toad pigeon raccoon skunk hamster"
+    "penguin swan goose hen rooster bee ant spider snail worm butterfly ladybug squirrel hedgehog mole "
+    "badger wolf deer moose beaver otter seal camel donkey pony kitten puppy bunny chick lamb calf dragon "
+    "unicorn robot kangaroo koala panda bat lizard toad pigeon raccoon skunk hamster"
 )
 PEOPLE = words(
     "girl boy king queen prince princess wizard fairy knight farmer baker sailor pirate teacher giant"
 )
 GIRLS = words(
     "Mia Lily Anna Ada Ella Emma Nora Lucy Sue Amy Zoe Ruby Rosie Daisy Molly Clara Eva Ida Ivy Luna Maya "
-    "Nina Olive Pippa Rita Sara Tina Uma Vera Wendy Yara Zara Betty Carla Dora Fern Gina Hanna Iris Jane Kate "
-    "Lola Mona Nelly Polly Rosa Stella Tess Willa Bella Coco Hazel Holly Josie Kiki Lulu Mimi Penny"
+    "Nina Olive Pippa Rita Sara Tina Uma Vera Wendy Yara Zara Betty Carla Dora Fern Gina Hanna Iris Jane "
+    "Kate Lola Mona Nelly Polly Rosa Stella Tess Willa Bella Coco Hazel Holly Josie Kiki Lulu Mimi Penny"
 )
 BOYS = words(
     "Tim Tom Max Ben Sam Jack Leo Finn Bob Bill Fred Hugo Ivan Jim Karl Luke Milo Ned Otto Paul Rex Sid Ted "
-    "Umar Vic Will Zack Adam Bruno Carl Dan Eddie Felix Gus Hank Ian Jake Kai Liam Mark Nico Oscar Pete Ralph "
-    "Rudy Simon Theo Toby Victor Walt Buddy Charlie Dash Elmo Fritz George Harry Pip Spot Bobo"
+    "Umar Vic Will Zack Adam Bruno Carl Dan Eddie Felix Gus Hank Ian Jake Kai Liam Mark Nico Oscar Pete "
+    "Ralph Rudy Simon Theo Toby Victor Walt Buddy Charlie Dash Elmo Fritz George Harry Pip Spot Bobo"
 )
 THINGS = words(
     "kite ball boat hat book drum bell key lamp cup box bag basket balloon bike car train truck doll puppet "
     "ring crown coin map flag flute guitar piano violin whistle spoon fork plate bowl pot kettle bottle jar "
     "cake cookie pie apple pear banana orange cherry carrot pumpkin tomato potato egg acorn nut leaf flower "
     "rose feather shell stone pebble stick rope ladder bucket shovel brush pencil crayon letter card ribbon "
-    "scarf coat sock shoe boot mitten blanket pillow chair table clock mirror umbrella wagon sled swing tent "
-    "candle lantern star button needle thread hammer wheel wand mask cloak sandwich muffin pancake rocket "
-    "teapot suitcase camera telescope"
+    "scarf coat sock shoe boot mitten blanket pillow chair table clock mirror umbrella wagon sled swing "
+    "tent candle lantern star button needle thread hammer wheel wand mask cloak sandwich muffin pancake "
+    "rocket teapot suitcase camera telescope"
 )
 LOOKS = words(
-    "red blue green yellow orange purple pink white black brown golden silver big small tiny round long old new "
-    "shiny soft warm pretty magic wooden broken striped heavy funny special"
+    "red blue green yellow orange purple pink white black brown golden silver big small tiny round long old "
+    "new shiny soft warm pretty magic wooden broken striped heavy funny special"
 )
 NATURES = words(
-    "little small young old brave kind clever shy happy lonely sleepy hungry curious funny lazy gentle proud "
-    "silly quiet friendly"
+    "little small young old brave kind clever shy happy lonely sleepy hungry curious funny lazy gentle "
+    "proud silly quiet friendly"
 )
 PLACES = phrases(
-    "in the forest, in a small house, near the river, on a farm, by the sea, in the mountains, in a big city, in a "
-    "garden, under an old tree, in a cave, on an island, in a castle, in the snow, in the desert, by a pond, on a "
-    "hill, in a village, in a meadow, near a lake, in a barn, on a boat, in the jungle, in a little hut"
+    "in the forest, in a small house, near the river, on a farm, by the sea, in the mountains, in a big "
+    "city, in a garden, under an old tree, in a cave, on an island, in a castle, in the snow, in the "
+    "desert, by a pond, on a hill, in a village, in a meadow, near a lake, in a barn, on a boat, in the "
+    "jungle, in a little hut"
 )
 SPOTS = phrases(
-    "under a bush, behind a rock, near the pond, on the path, in the grass, under a tree, by the river, on the "
-    "hill, in a hole, next to the fence, behind the barn, in the sand, under the bridge, on a bench"
+    "under a bush, behind a rock, near the pond, on the path, in the grass, under a tree, by the river, on "
+    "the hill, in a hole, next to the fence, behind the barn, in the sand, under the bridge, on a bench"
 )
-SYLLABLES = words("ba be bi bo da do fa fi ga go ka ki ko la li lo lu ma me mi mo na ni no pa pi ra ri ro sa ta ti "
-                  "to va vi za zo")  # fmt: skip
+SYLLABLES = words(
+    "ba be bi bo da do fa fi ga go ka ki ko la li lo lu ma me mi mo na ni no pa pi ra ri ro sa ta ti to va "
+    "vi za zo"
+)
 
 
 def pick(rng: np.random.Generator, options: list[str]) -> str:
@@ -136,12 +139,14 @@ PLOTS: dict[str, list[list[str]]] = {
         [
             '{a_friend:C} named {M} came by. "Why are you sad?" asked {M}. "I lost my {thing}," said {N}. '
             '"Do not worry. I will help you find it," said the {friend}.',
-            'Then {N} met {a_friend} named {M}. "Have you seen my {thing}?" asked {N}. "No," said {M}, "but let '
+            'Then {N} met {a_friend} named {M}. "Have you seen my {thing}?" asked {N}. "No," said '
+            '{M}, "but let '
             'us look for it together."',
         ],
         [
             "They looked and looked. At last {M} saw something {look} {spot}. It was the {thing}!",
-            'The {friend} looked {spot}. "Here it is!" {M} shouted. {N} jumped up and down. The {thing} was back!',
+            'The {friend} looked {spot}. "Here it is!" {M} shouted. {N} jumped up and down. The '
+            "{thing} was back!",
         ],
         [
             '"Thank you, {M}!" said {N}. They played with the {look_thing} until the sun went down.',
@@ -187,7 +192,8 @@ PLOTS: dict[str, list[list[str]]] = {
             '{a_friend:C} named {M} heard it. "I know how to get {a_thing}," said {M}. "Come with me!"',
         ],
         [
-            "It was hard, and they got tired. But they did not give up. In the evening the {thing} was ready.",
+            "It was hard, and they got tired. But they did not give up. In the evening the {thing} "
+            "was ready.",
             "They walked a long way. And there, {spot}, was the {look_thing}.",
         ],
         [
@@ -201,7 +207,8 @@ PLOTS: dict[str, list[list[str]]] = {
             "For {his} birthday, {N} got {a_look_thing}. {He} was very proud of it.",
         ],
         [
-            'One day, {a_friend} named {M} came. "Can I play with your {thing}?" asked {M}. "No! It is mine," '
+            'One day, {a_friend} named {M} came. "Can I play with your {thing}?" asked {M}. "No! It '
+            'is mine," '
             "said {N}.",
             '{M} the {friend} asked, "May I have a turn with the {look_thing}?" But {N} shook {his} head.',
         ],
@@ -224,7 +231,8 @@ PLOTS: dict[str, list[list[str]]] = {
             "{He} had {a_look_thing} that {he} always took along.",
         ],
         [
-            'One day there was a big storm. {N} heard a small voice. "Help! Help!" It was {a_friend} named {M}.',
+            'One day there was a big storm. {N} heard a small voice. "Help! Help!" It was {a_friend} '
+            "named {M}.",
             '{N} was walking along when {he} heard {a_friend} cry. "I am {M}. I am stuck {spot}," it said.',
         ],
         [
@@ -251,7 +259,8 @@ PLOTS: dict[str, list[list[str]]] = {
         ],
         [
             'It was only {a_friend}. "I am {M}," it said. "I am lost and I am cold."',
-            'Two big eyes looked at {him}. "Please do not be scared. I am {M} the {friend}. I want a friend."',
+            'Two big eyes looked at {him}. "Please do not be scared. I am {M} the {friend}. I want a '
+            'friend."',
         ],
         [
             '"Come in," said {N}. {He} let {M} hold the {thing}, and soon they both felt better.',
@@ -317,7 +326,8 @@ def cast(rng: np.random.Generator) -> Cast:
     elif kind < 0.92:
         request = f"{asked_hero} {place}"
     elif kind < 0.96:
-        request = f"{name} the {hero} and {pick(rng, ['her' if girl else 'his', 'the'])} {asked_thing.split(' ', 1)[1]}"
+        whose = pick(rng, ["her" if girl else "his", "the"])
+        request = f"{name} the {hero} and {whose} {asked_thing.split(' ', 1)[1]}"
     else:
         request = f"{asked_hero} {called} {name} who finds {asked_thing}"
     nice = asked_hero if asked_nature else a(f"{nature} {hero}")

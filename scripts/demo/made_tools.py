@@ -31,32 +31,37 @@ Rng = np.random.Generator
 Message = dict[str, Any]
 
 CITIES = phrases(
-    "Paris, London, Berlin, Rome, Madrid, Vienna, Prague, Oslo, Stockholm, Helsinki, Warsaw, Dublin, Lisbon, Athens, "
-    "Cairo, Tokyo, Kyoto, Beijing, Delhi, Mumbai, Sydney, Boston, Chicago, Dallas, Denver, Seattle, Toronto, Montreal, "
-    "Lima, Bogota, Hamburg, Munich, Zurich, Geneva, Milan, Naples, Venice, Porto, Seville, Lyon, Nice, Bern, Basel, "
-    "Graz, Krakow, Riga, Tallinn, Vilnius, Sofia, Dresden, Leipzig, Bremen, York, Leeds, Oxford, Bath, Cork, Bergen, "
-    "Turin, Florence, Nairobi, Accra, Lagos, Tunis, Dubai, Seoul, Osaka, Hanoi, Manila, Perth, Austin, Miami, New York, "
-    "San Diego, Cape Town, Hong Kong, Los Angeles, Rio, Havana, Quito"
+    "Paris, London, Berlin, Rome, Madrid, Vienna, Prague, Oslo, Stockholm, Helsinki, Warsaw, Dublin, "
+    "Lisbon, Athens, Cairo, Tokyo, Kyoto, Beijing, Delhi, Mumbai, Sydney, Boston, Chicago, Dallas, Denver, "
+    "Seattle, Toronto, Montreal, Lima, Bogota, Hamburg, Munich, Zurich, Geneva, Milan, Naples, Venice, "
+    "Porto, Seville, Lyon, Nice, Bern, Basel, Graz, Krakow, Riga, Tallinn, Vilnius, Sofia, Dresden, "
+    "Leipzig, Bremen, York, Leeds, Oxford, Bath, Cork, Bergen, Turin, Florence, Nairobi, Accra, Lagos, "
+    "Tunis, Dubai, Seoul, Osaka, Hanoi, Manila, Perth, Austin, Miami, New York, San Diego, Cape Town, Hong "
+    "Kong, Los Angeles, Rio, Havana, Quito"
 )
 FOODS = words(
-    "apples pears plums cherries tomatoes potatoes carrots onions beans peas rice pasta bread cheese eggs milk butter "
-    "fish chicken beef mushrooms spinach corn pumpkin garlic lemons oranges bananas chocolate honey nuts oats tofu "
-    "salmon tuna lentils cabbage broccoli peppers olives berries strawberries grapes yogurt noodles"
+    "apples pears plums cherries tomatoes potatoes carrots onions beans peas rice pasta bread cheese eggs "
+    "milk butter fish chicken beef mushrooms spinach corn pumpkin garlic lemons oranges bananas chocolate "
+    "honey nuts oats tofu salmon tuna lentils cabbage broccoli peppers olives berries strawberries grapes "
+    "yogurt noodles"
 )
 SKIES = words("sunny rainy cloudy windy snowy foggy clear stormy")
 DISHES = phrases(
-    "soup, salad, pie, stew, cake, pancakes, curry, sandwich, risotto, muffins, pudding, omelette, bread, pizza"
+    "soup, salad, pie, stew, cake, pancakes, curry, sandwich, risotto, muffins, pudding, omelette, bread, "
+    "pizza"
 )
 SUBJECTS = phrases(
-    "the moon, trains, whales, old castles, trees, birds, rivers, the sea, bees, stars, dragons, horses, music, snow, "
-    "clouds, ships, mountains, robots, gardens, cats, dogs, bridges, planets, volcanoes, rain, ants, bread, tea"
+    "the moon, trains, whales, old castles, trees, birds, rivers, the sea, bees, stars, dragons, horses, "
+    "music, snow, clouds, ships, mountains, robots, gardens, cats, dogs, bridges, planets, volcanoes, rain, "
+    "ants, bread, tea"
 )
 ROOMS = phrases("kitchen, bedroom, bathroom, garden, hall, garage, office, living room, attic, cellar")
 LANGUAGES = words("French German Spanish Italian Dutch Polish Greek Latin Swedish Turkish Danish Irish")
 DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday today tomorrow")
 TASKS = phrases(
-    "buy milk, call Grandma, feed the cat, water the flowers, clean the room, send the letter, bake a cake, go to bed, "
-    "walk the dog, pay the bill, fix the bike, read a book, take a nap, wash the car, pick up Tom, write to Anna"
+    "buy milk, call Grandma, feed the cat, water the flowers, clean the room, send the letter, bake a cake, "
+    "go to bed, walk the dog, pay the bill, fix the bike, read a book, take a nap, wash the car, pick up "
+    "Tom, write to Anna"
 )
 
 
@@ -266,7 +271,7 @@ KINDS = [
                         "call me",
                     ]
                 ),
-            ),  # fmt: skip
+            ),
         ],
         ["Send {0} a message: {1}.", "Tell {0}: {1}.", 'Write "{1}" to {0}.'],
         lambda rng, values: {"sent": True},
@@ -311,7 +316,7 @@ KINDS = [
                 words("drink name item"),
                 "string",
                 one_of(phrases("latte, tea, coffee, cocoa, espresso, milk, juice, water, mocha")),
-            ),  # fmt: skip
+            ),
             Parameter(words("number count amount"), "integer", number(1, 9)),
         ],
         ["Order {1} cups of {0}.", "Please order {1} of {0}.", "I would like {1} times {0}."],
@@ -336,7 +341,7 @@ _PLAIN_RESULTS: list[tuple[list[str], list[str], list[str], str, Callable[[Rng],
         "day",
         one_of(DAYS[:7]),
         "Today is {day}.",
-    ),  # fmt: skip
+    ),
     (
         words("roll_dice dice roll"),
         ["Roll a die."],
@@ -344,7 +349,7 @@ _PLAIN_RESULTS: list[tuple[list[str], list[str], list[str], str, Callable[[Rng],
         "result",
         number(1, 6),
         "You rolled a {result}.",
-    ),  # fmt: skip
+    ),
     (
         words("tell_joke joke get_joke"),
         ["A joke."],
@@ -357,15 +362,15 @@ _PLAIN_RESULTS: list[tuple[list[str], list[str], list[str], str, Callable[[Rng],
             ]
         ),
         "{joke}",
-    ),  # fmt: skip
+    ),
 ]
 for _names, _descriptions, _asks, _field, _draw, _tell in _PLAIN_RESULTS:
     KINDS.append(Kind(_names, _descriptions, [], _asks, _fields(**{_field: _draw}), [_tell]))
 
 VERBS = words("find get search list show check open read count buy sell move make send look_up start stop")
 NOUNS = words(
-    "songs films toys maps games trains boats hats flowers birds stones letters photos cars shops parks schools rooms "
-    "houses friends prices planets colors shoes cakes"
+    "songs films toys maps games trains boats hats flowers birds stones letters photos cars shops parks "
+    "schools rooms houses friends prices planets colors shoes cakes"
 )
 
 
@@ -494,7 +499,7 @@ FACTS: list[tuple[list[str], Callable[[Rng], Any], list[str]]] = [
         words("job work"),
         one_of(words("teacher baker doctor farmer sailor painter singer pilot nurse cook")),
         ["is a {v}", "works as a {v}"],
-    ),  # fmt: skip
+    ),
 ]
 
 

@@ -453,13 +453,14 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         model.zero_grad(set_to_none=True)
         seconds = time.monotonic() - begin
         log["step"] += 1
-        log["tokens"] += streams.run.tokens_per_step
+        batch = streams.run.tokens_per_step
+        log["tokens"] += batch
         log["seconds"] += seconds
         if step % 10 == 9 or step < 10:
             print(
                 f"{time.strftime('%H:%M:%S')} step {step + 1} loss {loss.item():.4f} norm {norm:.2f} "
                 f"lr {factor:.3f} share {shares.min():.2%}-{shares.max():.2%} "
-                f"{streams.run.tokens_per_step / seconds:.0f} tok/s mean {log['tokens'] / log['seconds']:.0f}",
+                f"{batch / seconds:.0f} tok/s mean {log['tokens'] / log['seconds']:.0f}",
                 flush=True,
             )
         if time.monotonic() - last_save > SAVE_EVERY_S:
