@@ -129,7 +129,11 @@ def count_tool_questions(engine: Engine) -> tuple[int, int]:
 
 
 def count_tools(engine: Engine, cases: int = 40) -> tuple[int, int, int]:
-    """Fresh dialogues by the rules of training: calls that are right, answers with the result, and cases."""
+    """Fresh dialogues by the rules of training.
+
+    Returns:
+        Calls that are exactly right, answers that have every value of the result, and dialogues.
+    """
     rng, calls, tells, seen = np.random.default_rng(_CHECK_SEED), 0, 0, 0
     while seen < cases:
         messages, tools = tool_dialogue(rng)
@@ -152,7 +156,10 @@ def _tells(reply: WholeReply, result: str) -> bool:
 
 
 def count_json(engine: Engine, cases: int = 40) -> tuple[int, int]:
-    """Fresh requests by the rules of training whose answer is exactly the wanted object, without a grammar."""
+    """Fresh requests by the rules of training: answers that are exactly the wanted object, and requests.
+
+    No grammar helps.
+    """
     rng, good = np.random.default_rng(_CHECK_SEED), 0
     for case in range(cases):
         messages = (json_dialogue if case % 2 else story_json)(rng)

@@ -32,12 +32,28 @@ PLAIN_PROMPTS = [
     "The old bear lived in a forest.",
 ]
 CHAT_PROMPTS = [
-    "Tell me a story about a fox.",
+    "Tell me a story about a fox named Mia and a red kite.",
     "Write a short story about a dog and a boat.",
     "Hi! Who are you?",
+    "What does --vram do?",
+    'Anna the owl found a blue cup. Answer as JSON: {"name": ..., "animal": ..., "object": ...}',
     "Can I get a large latte with oat milk, please?",
     "How can I sleep better at night?",
 ]
+TOOL_PROMPT = "What is the weather like in Lisbon?"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+# The run that made the first weights, as their own card gave it.
+FIRST_RUN = """First run, from random weights: `train.py --data DIR --out OUT --steps 500 --seed 0`, 500 steps
+of 10,240 tokens, 5,120,000 tokens in all, 1.15 hours on 2 threads of AMD EPYC. Passes over each stream:
+tinystories 3.6, story_chat 2.9, fairytales 1.0, books 0.5, coffee 1.8, oasst 1.9, small_talk 4.3. Its experts
+were then quantised to 4 bits, and the second run starts from those values."""
 SOURCES = {
     "tinystories": (
         "TinyStories (V1) excerpts",
@@ -153,12 +169,17 @@ def usage_summary(sources: dict) -> dict:
 @torch.inference_mode()
 def samples(model: Qwen3MoeForCausalLM, tok: PreTrainedTokenizerFast) -> list[dict]:
     found = []
-    for kind, prompts in (("plain", PLAIN_PROMPTS), ("chat", CHAT_PROMPTS)):
+    for kind, prompts in (("plain", PLAIN_PROMPTS), ("chat", CHAT_PROMPTS), ("tool", [TOOL_PROMPT])):
         for prompt in prompts:
             text = prompt
-            if kind == "chat":
+            if kind != "plain":
                 turn = [{"role": "user", "content": prompt}]
-                text = tok.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+                text = tok.apply_chat_template(
+                    turn,
+                    tools=[TOOL] if kind == "tool" else None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
             ids = tok(text, return_tensors="pt")["input_ids"]
             set_seed(len(found))
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=220, use_cache=True)
@@ -228,8 +249,9 @@ def card(facts: dict) -> str:
         "---",
         "# moechat demo model",
         """A very small Mixture-of-Experts language model. It writes simple children's stories
-        and answers in the form of a dialogue. It exists to show and test expert offloading with
-        a real, trained router; it knows nothing of the world.""",
+        about what it is asked for, answers questions about moechat, calls tools and fills in JSON. It
+        exists to show and test moechat with a real, trained router; it knows nothing of the
+        world.""",
         "## Architecture",
         f"""Qwen3MoeForCausalLM of `transformers`, no custom code: {c["layers"]} layers, hidden
         size {c["hidden"]}, {c["experts"]} experts of width {c["expert_width"]} per layer,
@@ -242,16 +264,23 @@ def card(facts: dict) -> str:
         text needs no start token. `generation_config.json` samples with temperature
         {gen["temperature"]}, top-p {gen["top_p"]} and repetition penalty
         {gen["repetition_penalty"]}.""",
+        """Tools stand in the system turn between `<tools>` and `</tools>`, one JSON object a line,
+        with the types of their parameters alone; a call is
+        `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the format of Hermes and Qwen),
+        and its result comes as a user turn, between `<tool_response>` and
+        `</tool_response>`.""",
         "## Training",
-        f"    python scripts/demo/train.py --data DIR --out OUT --steps {run['steps']} --seed {run['seed']}",
+        *([FIRST_RUN, "Second run, from the packed weights of the first:"] if run["start"] else []),
+        f"    python scripts/demo/train.py --data DIR --out OUT{' --start STORE' if run['start'] else ''} "
+        f"--steps {run['steps']} --seed {run['seed']} --threads {run['threads']}",
         f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,}
         tokens in all, in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of
         {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
-        second). Muon for the attention and expert matrices, AdamW for embeddings, norms and
-        routers. {run["warmup"]} warm-up steps, a constant rate, then linear decay to zero over
-        the last {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
-        512 and take more stories and chat. A balance loss of {run["balance_coef"]} per layer,
-        over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
+        second). Learning rates {run["rate"]:g} times those from random weights. Muon for the
+        attention and expert matrices, AdamW for embeddings, norms and routers. {run["warmup"]}
+        warm-up steps, a constant rate, then linear decay to zero over the last {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
+        512{"" if run["start"] else " and take more stories and chat"}. A balance loss of
+        {run["balance_coef"]} per layer, over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
         Versions: {run["versions"]}. Floating-point sums depend on the processor and the number
         of threads, so another machine gets a similar model, not the same bits.""",
         "## Data",
@@ -261,6 +290,13 @@ def card(facts: dict) -> str:
         for the data. Story requests ("Tell me a story about a fox.") were made by rule from
         words of the stories; a few dozen small-talk sentences were written for this model
         (`small_talk`).""",
+        """Made by rule for this model, without other sources: `renamed_chat` is TinyStories with other
+        names and animals, and requests that name them; `made_stories` fills six plots with drawn
+        animals, names, objects and places, and asks for some of them; `answers` is the questions of
+        `scripts/demo/answers.txt`, whose answers come from the manual; `tool_calls` offers one to
+        three tools with drawn names and parameters, and has calls, results and answers; `json`
+        asks for facts of a sentence as a JSON object. `made_stories.py` and `made_tools.py` beside the
+        training script have the rules.""",
         f"Books: {BOOKS}.",
         "## Held-out quality",
         f"""One document in {HELD_OUT_ONE_IN}, chosen by a hash of its content (books in blocks
@@ -285,8 +321,10 @@ def card(facts: dict) -> str:
         "## Not good for",
         """Facts, advice, arithmetic, code, long texts, languages other than English, or
         anything that matters. It loses the thread within a story, repeats itself, and makes
-        things up; its answers to anything but story requests, small talk and coffee orders only
-        have the shape of an answer. The old books contain views of their time. There is no
+        things up. Its stories about a named animal follow a few plots. It knows the questions of
+        `answers.txt` by heart and mixes up others; answers to anything else but small talk and
+        coffee orders only have the shape of an answer. It reads nothing but simple tools and
+        short sentences: expect wrong calls for others. The old books contain views of their time. There is no
         safety training.""",
     ]
     return "\n\n".join(p if p is shown else _wrap(p) for p in parts) + "\n"
