@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from made_answers import made_answer
+from made_copies import made_copy
 from made_stories import made_story, renamed
 from made_tools import json_dialogue, story_json, tool_dialogue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -439,6 +440,14 @@ def json_chat(rng: np.random.Generator) -> list[Turn]:
     return _with_system(turns, rng, 0.15, [*SYSTEM_HELP, "Answer as JSON."])
 
 
+def copy_chat(rng: np.random.Generator) -> list[Turn]:
+    turns: list[Turn] = []
+    for _ in range(int(rng.integers(1, 3))):
+        question, answer = made_copy(rng)
+        turns += [("user", question), ("assistant", answer)]
+    return _with_system(turns, rng, 0.1, SYSTEM_HELP)
+
+
 def tool_text(rng: np.random.Generator) -> str:
     return render_messages(*tool_dialogue(rng))
 
@@ -449,6 +458,7 @@ MADE: dict[str, tuple[Callable[[np.random.Generator], str], int]] = {
     "answers": (lambda rng: render(answer_chat(rng)), 1500),
     "tool_calls": (tool_text, 1500),
     "json": (lambda rng: render(json_chat(rng)), 2000),
+    "copies": (lambda rng: render(copy_chat(rng)), 2000),
 }
 
 

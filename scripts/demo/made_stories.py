@@ -93,10 +93,12 @@ class Cast:
     Attributes:
         request: The part behind "about": "a fox named Mia and a red kite".
         slots: Words of the story by the names that the templates use.
+        beginnings: Of :data:`BEGINNINGS`, those that say what is asked.
     """
 
     request: str
     slots: dict[str, str]
+    beginnings: list[str]
 
 
 BEGINNINGS = [
@@ -351,7 +353,8 @@ def cast(rng: np.random.Generator) -> Cast:
         "him": "her" if girl else "him",
     }
     slots |= {word.capitalize(): slots[word].capitalize() for word in ("he", "his", "him")}
-    return Cast(request, slots)
+    beginnings = [b for b in BEGINNINGS if "{place}" in b] if place in request else BEGINNINGS
+    return Cast(request, slots, beginnings)
 
 
 def filled(template: str, slots: dict[str, str]) -> str:
@@ -372,7 +375,7 @@ def made_story(rng: np.random.Generator) -> tuple[str, str]:
     if rng.random() < 0.25:
         parts.pop()
     blank = "\n\n" if rng.random() < 0.5 else " "
-    story = [f"{pick(rng, BEGINNINGS)} {parts[0]}", *parts[1:]]
+    story = [f"{pick(rng, found.beginnings)} {parts[0]}", *parts[1:]]
     story[-1] += " " + pick(rng, ENDINGS)
     request = pick(rng, REQUESTS).format(x=found.request)
     if "please" in request or rng.random() < 0.1:

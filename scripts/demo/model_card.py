@@ -278,9 +278,11 @@ def card(facts: dict) -> str:
         {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
         second). Learning rates {run["rate"]:g} times those from random weights. Muon for the
         attention and expert matrices, AdamW for embeddings, norms and routers. {run["warmup"]}
-        warm-up steps, a constant rate, then linear decay to zero over the last {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
+        warm-up steps, a constant rate, then linear decay to zero over the last
+        {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
         512{"" if run["start"] else " and take more stories and chat"}. A balance loss of
-        {run["balance_coef"]} per layer, over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
+        {run["balance_coef"]} per layer, over each mixed batch, keeps the experts in use. Passes
+        over each stream: {passes}.
         Versions: {run["versions"]}. Floating-point sums depend on the processor and the number
         of threads, so another machine gets a similar model, not the same bits.""",
         "## Data",

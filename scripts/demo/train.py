@@ -30,7 +30,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import CHAT_TEMPLATE, END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from corpus import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    END,
+    EOT,
+    MADE,
+    SYSTEM,
+    USER,
+    VOCAB_SIZE,
+    Corpus,
+    chat_texts,
+    load_corpus,
+    train_tokenizer,
+)
 from first_weights import first_weights
 from model_card import write_card
 from torch import Tensor, nn
@@ -65,18 +78,19 @@ MIX = {
 # The same for a run that continues from weights (--start): the streams made by rule, and a part of everything
 # else, so that nothing is forgotten.
 START_MIX = {
-    "tinystories": (0.07, 0.07),
-    "story_chat": (0.09, 0.10),
-    "fairytales": (0.03, 0.03),
-    "books": (0.04, 0.04),
-    "coffee": (0.04, 0.04),
-    "oasst": (0.03, 0.03),
+    "tinystories": (0.05, 0.07),
+    "story_chat": (0.05, 0.08),
+    "fairytales": (0.02, 0.03),
+    "books": (0.03, 0.04),
+    "coffee": (0.03, 0.04),
+    "oasst": (0.02, 0.02),
     "small_talk": (0.02, 0.02),
-    "renamed_chat": (0.12, 0.11),
-    "made_stories": (0.24, 0.23),
+    "renamed_chat": (0.08, 0.10),
+    "made_stories": (0.22, 0.22),
     "answers": (0.10, 0.11),
-    "tool_calls": (0.15, 0.15),
-    "json": (0.07, 0.07),
+    "tool_calls": (0.14, 0.13),
+    "json": (0.12, 0.08),
+    "copies": (0.12, 0.06),
 }
 STREAMS = list(START_MIX)  # in the order of their random numbers: those of MIX first
 
@@ -99,7 +113,7 @@ class RunShape:
 
 
 FROM_NOTHING = RunShape(MIX, 10240, 60, 1.0)
-FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.5)
+FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.8)
 LONG_TEXTS = ("fairytales", "books")
 
 
@@ -194,7 +208,10 @@ def sorted_experts(module: nn.Module, x: Tensor, index: Tensor, weight: Tensor) 
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross-entropy of tied logits; forms the logits in chunks that fit the cache, gradients at once."""
+    """Mean cross-entropy of tied logits; forms the logits in chunks that fit the cache, gradients at once.
+
+    Targets of -1 do not count.
+    """
 
     @staticmethod
     def forward(ctx, h: Tensor, w: Tensor, target: Tensor) -> Tensor:
@@ -202,18 +219,19 @@ class ChunkedLoss(torch.autograd.Function):
         for a in range(0, len(h), 512):
             logits = h[a : a + 512] @ w.t()
             t = target[a : a + 512].unsqueeze(1)
-            picked = logits.gather(1, t)
+            counts, t = (t >= 0).to(h.dtype), t.clamp(min=0)
             logits -= logits.amax(1, keepdim=True)
             shifted = logits.gather(1, t)
             p = logits.exp_()
             z = p.sum(1, keepdim=True)
-            total += float((z.log() - shifted).sum())
-            p /= z
-            p.scatter_add_(1, t, torch.full_like(picked, -1.0))
+            total += float(((z.log() - shifted) * counts).sum())
+            p *= counts / z
+            p.scatter_add_(1, t, -counts)
             torch.mm(p, w, out=d_h[a : a + 512])
             d_w.addmm_(p.t(), h[a : a + 512])
-        ctx.save_for_backward(d_h.div_(len(h)), d_w.div_(len(h)))
-        return h.new_tensor(total / len(h))
+        size = max(1, int((target >= 0).sum()))
+        ctx.save_for_backward(d_h.div_(size), d_w.div_(size))
+        return h.new_tensor(total / size)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -325,6 +343,17 @@ class Streams:
                 row = []
         return rows
 
+    def _targets(self, name: str, row: np.ndarray) -> np.ndarray:
+        """What is predicted at each place of a row: in texts made by rule nothing that the user or the system
+        says, because it is drawn at random; -1 stands there.
+        """
+        if name not in MADE:
+            return row[1:]
+        end, answer = self.tok.convert_tokens_to_ids([EOT, ASSISTANT])
+        marks = np.isin(row[:-1], self.tok.convert_tokens_to_ids([EOT, SYSTEM, USER, ASSISTANT]))
+        last = np.maximum.accumulate(np.where(marks, np.arange(len(row) - 1), 0))
+        return np.where(np.isin(row[last], [end, answer]), row[1:], -1)
+
     def draw(self, name: str, length: int) -> np.ndarray:
         """The next row; passes over a stream are numbered, each is shuffled and phrased anew."""
         key = f"{name}/{length}"
@@ -336,13 +365,16 @@ class Streams:
         self.counts[key] = epoch * 1_000_000 + at + 1 if at + 1 < len(rows) else (epoch + 1) * 1_000_000
         return row
 
-    def batch(self, step: int, length: int, decay: bool) -> Tensor:
+    def batch(self, step: int, length: int, decay: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets ``[rows, length]`` of a step."""
         share = np.array([self.run.mix.get(s, (0.0, 0.0))[decay] for s in STREAMS])
         rows = self.run.tokens_per_step // length
         # Systematic sampling: the counts of a batch differ from the wanted shares by less than one row.
         start = np.random.default_rng([self.seed, 999, step]).random()
         picks = np.searchsorted(np.cumsum(share / share.sum()), (np.arange(rows) + start) / rows)
-        return torch.from_numpy(np.stack([self.draw(STREAMS[i], length) for i in picks]))
+        drawn = [(STREAMS[i], self.draw(STREAMS[i], length)) for i in picks]
+        targets = np.stack([self._targets(name, row) for name, row in drawn])
+        return torch.from_numpy(np.stack([row[:-1] for _, row in drawn])), torch.from_numpy(targets)
 
     def passes(self) -> dict[str, float]:
         """How often each stream has been gone through, both row lengths added up."""
@@ -439,9 +471,9 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         begin, step = time.monotonic(), log["step"]
         decay = step >= decay_from
         # The decay phase uses the full context, so that positions up to 1,024 are trained as well.
-        rows = streams.batch(step, 1024 if decay else 512, decay)
-        out = model.model(input_ids=rows[:, :-1], output_router_logits=True)
-        loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, rows[:, 1:].reshape(-1))
+        rows, targets = streams.batch(step, 1024 if decay else 512, decay)
+        out = model.model(input_ids=rows, output_router_logits=True)
+        loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, targets.reshape(-1))
         aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
         (loss + aux).backward()
         norm = nn.utils.clip_grad_norm_(rest, 1.0)

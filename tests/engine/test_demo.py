@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from demo_checks import TOPICS, Topic, answer, called, count_topics, function, keeps_to
 from torch.nn import functional
 
 import moechat
@@ -64,7 +67,14 @@ def test_demo_fits_into_sixteen_megabytes_and_is_intact() -> None:
     assert (geometry.num_experts, geometry.blocks_per_expert, geometry.bits) == (16, 4, 4)
     assert load_config(path).num_experts_per_tok == 2
     card = (path / "README.md").read_text(encoding="utf-8")
-    for part in ("CC-BY-4.0", "CDLA-Sharing-1.0", "Not good for", "As shipped", "scripts/demo/train.py"):
+    for part in (
+        "CC-BY-4.0",
+        "CDLA-Sharing-1.0",
+        "Not good for",
+        "As shipped",
+        "scripts/demo/train.py",
+        "What it keeps to",
+    ):
         assert part in card
 
 
@@ -85,6 +95,66 @@ def test_demo_answers_a_chat_prompt_and_stops(demo: Engine, seed: int) -> None:
     assert steps[-1].finish_reason == "stop"
     assert len(text.split()) > 40
     assert "<|" not in text
+
+
+@pytest.mark.parametrize("topic", TOPICS[:3], ids=lambda topic: topic.words[0])
+def test_demo_keeps_to_the_topic_of_a_story(demo: Engine, topic: Topic) -> None:
+    story = answer(demo, [{"role": "user", "content": topic.request}], tokens=120).text
+    assert keeps_to(topic, story), story
+
+
+@pytest.mark.slow
+def test_demo_keeps_to_most_topics_also_when_it_draws(demo: Engine) -> None:
+    assert count_topics(demo) >= 8
+    assert sum(count_topics(demo, 0.7, seed) for seed in range(3)) >= 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        ("What is moechat?", "Mixture-of-Experts language models"),
+        ("What does --vram do?", "--vram 12G"),
+        ("How do I start a server?", "moechat serve"),
+        ("What is a router?", "chooses a few experts"),
+        ("What licence do you have?", "Apache-2.0"),
+    ],
+)
+def test_demo_answers_questions_about_moechat(demo: Engine, question: str, told: str) -> None:
+    assert told in answer(demo, [{"role": "user", "content": question}], tokens=60).text
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "question", "arguments"),
+    [
+        ("get_weather", {"city": "string"}, "What is the weather in Paris?", {"city": "Paris"}),
+        ("set_timer", {"minutes": "integer"}, "Set a timer for 12 minutes.", {"minutes": 12}),
+        (
+            "search_recipes",
+            {"ingredient": "string"},
+            "Find a recipe with tomatoes.",
+            {"ingredient": "tomatoes"},
+        ),
+    ],
+)
+def test_demo_calls_the_tool_that_a_question_needs(
+    demo: Engine, name: str, types: dict[str, str], question: str, arguments: dict[str, Any]
+) -> None:
+    reply = answer(demo, [{"role": "user", "content": question}], [function(name, types)])
+    assert called(reply) == [(name, arguments)]
+    assert reply.text == ""
+
+
+def test_demo_calls_nothing_when_no_tool_is_needed(demo: Engine) -> None:
+    tools = [function("get_weather", {"city": "string"})]
+    reply = answer(demo, [{"role": "user", "content": "What is moechat?"}], tools, tokens=60)
+    assert not reply.calls
+    assert "Mixture-of-Experts" in reply.text
+
+
+def test_demo_answers_as_json_without_a_grammar(demo: Engine) -> None:
+    question = 'Tom is 7 years old and has a dog. Answer as JSON: {"name": ..., "age": ..., "animal": ...}'
+    reply = answer(demo, [{"role": "user", "content": question}])
+    assert json.loads(reply.text) == {"name": "Tom", "age": 7, "animal": "dog"}
 
 
 def test_every_expert_is_used_and_texts_use_different_experts(demo: Engine) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serve_support import PATIENCE_S, ServerProcess
+from serve_support import PATIENCE_S, ServerProcess, serving
+from tiny import write_tiny_chat_model
 
 QUESTION: Any = [{"role": "user", "content": "What will the weather be?"}]
 WEATHER: Any = {
@@ -148,12 +150,39 @@ def test_a_schema_holds_behind_the_thinking(api: openai.OpenAI, options: dict[st
     assert not cut.choices[0].message.content
 
 
-def test_a_model_without_tools_says_so(demo: ServerProcess) -> None:
+def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+    model = tmp_path / "plain"
+    model.mkdir()
+    write_tiny_chat_model(model, max_position_embeddings=4096)
     with (
-        openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as api,
+        serving(tmp_path / "home", str(model)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api,
         pytest.raises(openai.BadRequestError, match="no tools"),
     ):
-        api.chat.completions.create(model="demo", messages=QUESTION, tools=[WEATHER])
+        api.chat.completions.create(model="plain", messages=QUESTION, tools=[WEATHER])
+
+
+def test_the_demo_calls_a_tool_and_answers_from_its_result(demo: ServerProcess) -> None:
+    city: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "The weather in a city.", "parameters": city},
+    }
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as api:
+        options: Any = {"model": "demo", "tools": [tool], "temperature": 0, "max_tokens": 120}
+        first = api.chat.completions.create(messages=messages, **options).choices[0]
+        assert first.finish_reason == "tool_calls"
+        (call,) = first.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "get_weather"
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
+        result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 18, "sky": "sunny"}'}
+        messages = [*messages, first.message.model_dump(exclude_none=True), result]
+        answer = api.chat.completions.create(messages=messages, **options).choices[0]
+    assert answer.finish_reason == "stop"
+    for word in ("Paris", "sunny", "18"):
+        assert word in (answer.message.content or "")
 
 
 def test_responses_have_calls_and_take_their_results(api: openai.OpenAI, options: dict[str, Any]) -> None:
