@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from made_answers import made_answer
-from made_copies import made_copy
+from made_copies import long_repeat, made_copy
 from made_stories import made_story, renamed
 from made_tools import json_dialogue, story_json, tool_dialogue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -459,6 +459,7 @@ MADE: dict[str, tuple[Callable[[np.random.Generator], str], int]] = {
     "tool_calls": (tool_text, 1500),
     "json": (lambda rng: render(json_chat(rng)), 2000),
     "copies": (lambda rng: render(copy_chat(rng)), 2000),
+    "repeats": (lambda rng: render(list(zip(("user", "assistant"), long_repeat(rng), strict=True))), 2000),
 }
 
 

@@ -34,6 +34,13 @@ def _repeated(rng: np.random.Generator) -> tuple[str, str]:
     return pick(rng, _REPEAT).format(x=text), text
 
 
+def long_repeat(rng: np.random.Generator) -> tuple[str, str]:
+    """As "repeat", with up to forty words: nearly every token of the answer is a copy."""
+    between = pick(rng, [" ", ", ", "\n"])
+    text = between.join(_word(rng) for _ in range(int(rng.integers(4, 41))))
+    return pick(rng, _REPEAT).format(x=text), text
+
+
 def _names(rng: np.random.Generator, count: int) -> list[str]:
     found: list[str] = []
     while len(found) < count:

@@ -49,11 +49,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-# The run that made the first weights, as their own card gave it.
-FIRST_RUN = """First run, from random weights: `train.py --data DIR --out OUT --steps 500 --seed 0`, 500 steps
-of 10,240 tokens, 5,120,000 tokens in all, 1.15 hours on 2 threads of AMD EPYC. Passes over each stream:
-tinystories 3.6, story_chat 2.9, fairytales 1.0, books 0.5, coffee 1.8, oasst 1.9, small_talk 4.3. Its experts
-were then quantised to 4 bits, and the second run starts from those values."""
 SOURCES = {
     "tinystories": (
         "TinyStories (V1) excerpts",
@@ -202,11 +197,29 @@ def _table(head: list[str], rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [head, ["---"] * len(head), *rows])
 
 
+def _run_text(number: int, run: dict) -> str:
+    """One item of the list of runs."""
+    passes = ", ".join(f"{name} {n:.1f}" for name, n in run["passes"].items() if n)
+    what = "attention layers, embedding and norms alone" if run["attention_only"] else "all weights"
+    decay = (
+        f"then linear decay to zero over the last {run['decay_steps']:,} steps, in sequences of 1,024 tokens"
+        if run["decay_steps"]
+        else "no decay"
+    )
+    threads = f"{run['threads']} thread{'s' * (run['threads'] > 1)}"
+    return (
+        f"{number}. `train.py {run['command']}`: {run['steps']:,} steps of {run['tokens_per_step']:,} "
+        f"tokens, {run['tokens']:,} tokens in all; {what}; {run['hours']:.2f} hours on {threads} "
+        f"({run['tokens_per_second']:,.0f} tokens per second); learning rates times "
+        f"{run['rate']:g}; {run['warmup']} warm-up steps, a constant rate, {decay}. {run.get('note', '')} "
+        f"Passes over each stream: {passes}."
+    )
+
+
 def card(facts: dict) -> str:
     c, run, held, usage = facts["config"], facts["training"], facts["held_out"], facts["usage"]
     gen = facts["generation"]
     even, chance = 1 / c["experts"], c["top_k"] / c["experts"]
-    passes = ", ".join(f"{name} {n:.1f}" for name, n in run["passes"].items())
     licences = _table(
         ["source", "what", "licence", "from"],
         [[s, what, licence, where] for s, (what, licence, where) in SOURCES.items()],
@@ -270,21 +283,15 @@ def card(facts: dict) -> str:
         and its result comes as a user turn, between `<tool_response>` and
         `</tool_response>`.""",
         "## Training",
-        *([FIRST_RUN, "Second run, from the packed weights of the first:"] if run["start"] else []),
-        f"    python scripts/demo/train.py --data DIR --out OUT{' --start STORE' if run['start'] else ''} "
-        f"--steps {run['steps']} --seed {run['seed']} --threads {run['threads']}",
-        f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,}
-        tokens in all, in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of
-        {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
-        second). Learning rates {run["rate"]:g} times those from random weights. Muon for the
-        attention and expert matrices, AdamW for embeddings, norms and routers. {run["warmup"]}
-        warm-up steps, a constant rate, then linear decay to zero over the last
-        {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
-        512{"" if run["start"] else " and take more stories and chat"}. A balance loss of
-        {run["balance_coef"]} per layer, over each mixed batch, keeps the experts in use. Passes
-        over each stream: {passes}.
-        Versions: {run["versions"]}. Floating-point sums depend on the processor and the number
-        of threads, so another machine gets a similar model, not the same bits.""",
+        """Each run continues from the weights before it, with `--data DIR --out OUT` and, but for the
+        first, `--start WEIGHTS`.""",
+        *(_run_text(i, r) for i, r in enumerate(run["runs"], 1)),
+        f"""All in float32 on {run["cpu"]}, which other work shared. Muon for the attention and expert
+        matrices, AdamW for embeddings, norms and routers. A balance loss of
+        {run["balance_coef"]} per layer, over each mixed batch, keeps the experts in use. In texts made
+        by rule only what the model answers counts in the loss. Versions: {run["versions"]}.
+        Floating-point sums depend on the processor and the number of threads, so another machine
+        gets a similar model, not the same bits.""",
         "## Data",
         licences,
         """The weights and this card are under Apache-2.0. The texts keep their own licences,
@@ -297,7 +304,8 @@ def card(facts: dict) -> str:
         animals, names, objects and places, and asks for some of them; `answers` is the questions of
         `scripts/demo/answers.txt`, whose answers come from the manual; `tool_calls` offers one to
         three tools with drawn names and parameters, and has calls, results and answers; `json`
-        asks for facts of a sentence as a JSON object. `made_stories.py` and `made_tools.py` beside the
+        asks for facts of a sentence as a JSON object; `copies` and `repeats` ask for words of the
+        question. `made_stories.py`, `made_copies.py` and `made_tools.py` beside the
         training script have the rules.""",
         f"Books: {BOOKS}.",
         "## Held-out quality",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import math
 import os
 import signal
@@ -63,6 +64,7 @@ MUON_DECAY, ADAM_DECAY = 0.1, 0.01
 BALANCE_COEF, Z_COEF = 0.004, 1e-4
 SAVE_EVERY_S = 300
 CHECKPOINT = "checkpoint.pt"
+RUNS = "runs.json"  # the runs that made the weights beside it, for the card and for runs that continue
 REPETITION_PENALTY = 1.0
 # Share of the rows of a batch per stream, in the constant phase and in the decay phase. The decay phase
 # leans to the wanted behaviour (short stories, chat); the earlier one takes more of the broader texts.
@@ -92,7 +94,19 @@ START_MIX = {
     "json": (0.12, 0.08),
     "copies": (0.12, 0.06),
 }
-STREAMS = list(START_MIX)  # in the order of their random numbers: those of MIX first
+# For a short run that teaches the attention layers to look up and copy words; all else is frozen.
+COPY_MIX = {
+    name: (share, share)
+    for name, share in {
+        "tinystories": 0.04,
+        "made_stories": 0.12,
+        "tool_calls": 0.06,
+        "json": 0.12,
+        "copies": 0.31,
+        "repeats": 0.35,
+    }.items()
+}
+STREAMS = [*START_MIX, "repeats"]  # in the order of their random numbers: those of MIX first
 
 
 @dataclass(frozen=True)
@@ -104,16 +118,21 @@ class RunShape:
         tokens_per_step: Tokens of a batch.
         warmup: Steps with a growing rate.
         rate: Factor of all learning rates.
+        length: Tokens of a row in the constant phase; 1,024 in the decay phase.
+        attention_only: Experts and routers stay as they are.
     """
 
     mix: dict[str, tuple[float, float]]
     tokens_per_step: int
     warmup: int
     rate: float
+    length: int = 512
+    attention_only: bool = False
 
 
 FROM_NOTHING = RunShape(MIX, 10240, 60, 1.0)
 FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.8)
+TO_COPY = RunShape(COPY_MIX, 4096, 10, 1.0, length=256, attention_only=True)
 LONG_TEXTS = ("fairytales", "books")
 
 
@@ -181,12 +200,14 @@ class ExpertMLP(torch.autograd.Function):
         g = grad.index_select(0, rows)
         d_scale = (g * ys).sum(1)
         g *= scale
-        d_w1, d_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
+        frozen = not ctx.needs_input_grad[1]
+        d_w1, d_w2 = (None, None) if frozen else (torch.zeros_like(w1), torch.zeros_like(w2))
         d_xs = torch.empty_like(xs)
         for e in range(w1.shape[0]):
             a, b = ctx.bounds[e], ctx.bounds[e + 1]
             if a < b:
-                torch.mm(g[a:b].t(), act[a:b], out=d_w2[e])
+                if not frozen:
+                    torch.mm(g[a:b].t(), act[a:b], out=d_w2[e])
                 d_act = g[a:b] @ w2[e]
                 gate, up = hidden[a:b, :half], hidden[a:b, half:]
                 sig = torch.sigmoid(gate)
@@ -195,7 +216,8 @@ class ExpertMLP(torch.autograd.Function):
                 torch.mul(d_act, silu, out=d_hidden[:, half:])
                 # d silu(z) = sig + silu * (1 - sig)
                 torch.mul(d_act.mul_(up), sig.add_(silu * (1 - sig)), out=d_hidden[:, :half])
-                torch.mm(d_hidden.t(), xs[a:b], out=d_w1[e])
+                if not frozen:
+                    torch.mm(d_hidden.t(), xs[a:b], out=d_w1[e])
                 torch.mm(d_hidden, w1[e], out=d_xs[a:b])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
@@ -426,11 +448,16 @@ def load_state(
 
 
 def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams) -> dict:
+    if streams.run.attention_only:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".mlp." not in name)
     muon_params = [
-        p for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n and "mlp.gate." not in n
+        p
+        for n, p in model.named_parameters()
+        if p.requires_grad and p.dim() >= 2 and "embed" not in n and "mlp.gate." not in n
     ]
     chosen = {id(p) for p in muon_params}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     muon = Muon(muon_params)
     adam = torch.optim.AdamW(
         [
@@ -471,7 +498,7 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         begin, step = time.monotonic(), log["step"]
         decay = step >= decay_from
         # The decay phase uses the full context, so that positions up to 1,024 are trained as well.
-        rows, targets = streams.batch(step, 1024 if decay else 512, decay)
+        rows, targets = streams.batch(step, 1024 if decay else streams.run.length, decay)
         out = model.model(input_ids=rows, output_router_logits=True)
         loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, targets.reshape(-1))
         aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
@@ -522,6 +549,12 @@ def save_model(out: Path, model: Qwen3MoeForCausalLM, tok: PreTrainedTokenizerFa
     model.to(torch.bfloat16).save_pretrained(out)
 
 
+def earlier_runs(start: Path) -> list[dict]:
+    """The runs that made the weights in START. Those of the packaged store stand beside this file."""
+    found = start / RUNS
+    return json.loads((found if found.exists() else Path(__file__).with_name(RUNS)).read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the moechat demo model on a CPU.")
     parser.add_argument("--data", type=Path, required=True, help="folder with the five corpus files")
@@ -531,6 +564,7 @@ def main() -> None:
     parser.add_argument(
         "--start", type=Path, help="continue from the weights of this checkpoint or block store"
     )
+    parser.add_argument("--copies", action="store_true", help="train the attention layers to copy words")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
     parser.add_argument(
@@ -542,7 +576,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data)
-    shape = FROM_WEIGHTS if args.start else FROM_NOTHING
+    shape = TO_COPY if args.copies else FROM_WEIGHTS if args.start else FROM_NOTHING
     go_on = (args.resume or args.eval_only) and (args.out / "tokenizer.json").exists()
     if go_on or args.start:
         tok = AutoTokenizer.from_pretrained(args.out if go_on else args.start)
@@ -556,22 +590,24 @@ def main() -> None:
         model.tie_weights()
     log = load_state(args.out, model, streams) if args.eval_only else train(args, model, streams)
     save_model(args.out, model, tok)
+    options = ["--copies"] * args.copies + [f"--steps {args.steps}", f"--seed {args.seed}"]
     run = {
+        "command": " ".join([*options, f"--threads {args.threads}"]),
         "steps": log["step"],
-        "seed": args.seed,
         "tokens": log["tokens"],
-        "start": str(args.start) if args.start else None,
         "rate": shape.rate,
         "tokens_per_step": shape.tokens_per_step,
+        "attention_only": shape.attention_only,
         "hours": log["seconds"] / 3600,
         "tokens_per_second": log["tokens"] / log["seconds"],
         "threads": args.threads,
         "warmup": shape.warmup,
         "decay_steps": max(0, log["step"] - log["decay_from"]),
-        "balance_coef": BALANCE_COEF,
         "passes": streams.passes(),
     }
-    write_card(args.out, corpus, run)
+    runs = [*(earlier_runs(args.start) if args.start else []), run]
+    (args.out / RUNS).write_text(json.dumps(runs, indent=1) + "\n")
+    write_card(args.out, corpus, {"runs": runs, "balance_coef": BALANCE_COEF})
 
 
 if __name__ == "__main__":
