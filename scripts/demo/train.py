@@ -88,11 +88,12 @@ START_MIX = {
     "oasst": (0.02, 0.02),
     "small_talk": (0.02, 0.02),
     "renamed_chat": (0.08, 0.10),
-    "made_stories": (0.22, 0.22),
-    "answers": (0.10, 0.11),
-    "tool_calls": (0.14, 0.13),
-    "json": (0.12, 0.08),
-    "copies": (0.12, 0.06),
+    "made_stories": (0.20, 0.20),
+    "answers": (0.12, 0.12),
+    "tool_calls": (0.20, 0.15),
+    "json": (0.11, 0.08),
+    "copies": (0.05, 0.04),
+    "repeats": (0.02, 0.01),
 }
 # For a short run that teaches the attention layers to look up and copy words; all else is frozen.
 COPY_MIX = {
@@ -106,7 +107,7 @@ COPY_MIX = {
         "repeats": 0.35,
     }.items()
 }
-STREAMS = [*START_MIX, "repeats"]  # in the order of their random numbers: those of MIX first
+STREAMS = list(START_MIX)  # in the order of their random numbers: those of MIX first
 
 
 @dataclass(frozen=True)
