@@ -201,8 +201,9 @@ def _run_text(number: int, run: dict) -> str:
     """One item of the list of runs."""
     passes = ", ".join(f"{name} {n:.1f}" for name, n in run["passes"].items() if n)
     what = "attention layers, embedding and norms alone" if run["attention_only"] else "all weights"
+    length = run.get("decay_length", 1024)
     decay = (
-        f"then linear decay to zero over the last {run['decay_steps']:,} steps, in sequences of 1,024 tokens"
+        f"then linear decay to zero over the last {run['decay_steps']:,} steps, in rows of {length:,} tokens"
         if run["decay_steps"]
         else "no decay"
     )

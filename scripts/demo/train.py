@@ -11,8 +11,8 @@ tokenizer. DIR must hold these five files (see corpus.FILES):
     OpenAssistant English dialogues Apache-2.0        Koepf et al., 2023 (human-written part)
     Taskmaster-4 coffee dialogues   CC-BY-4.0         Google Research, 2024
 
-Until the decay phase (the last quarter of --steps) nothing depends on --steps. A run that was stopped there
-and resumed with another --steps therefore equals a run that was started with that --steps.
+Until the decay phase (the last quarter of --steps, two fifths with --start) nothing depends on --steps. A run
+that was stopped there and resumed with another --steps therefore equals a run that was started with that one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,6 @@ from transformers import (
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-DECAY_SHARE = 0.25
 MUON_LR, ADAM_LR = 0.015, 3e-3
 MUON_DECAY, ADAM_DECAY = 0.1, 0.01
 BALANCE_COEF, Z_COEF = 0.004, 1e-4
@@ -80,20 +79,20 @@ MIX = {
 # The same for a run that continues from weights (--start): the streams made by rule, and a part of everything
 # else, so that nothing is forgotten.
 START_MIX = {
-    "tinystories": (0.05, 0.07),
-    "story_chat": (0.05, 0.08),
+    "tinystories": (0.05, 0.06),
+    "story_chat": (0.05, 0.07),
     "fairytales": (0.02, 0.03),
     "books": (0.03, 0.04),
     "coffee": (0.03, 0.04),
     "oasst": (0.02, 0.02),
     "small_talk": (0.02, 0.02),
-    "renamed_chat": (0.08, 0.10),
-    "made_stories": (0.20, 0.20),
-    "answers": (0.12, 0.12),
-    "tool_calls": (0.20, 0.15),
-    "json": (0.11, 0.08),
-    "copies": (0.05, 0.04),
-    "repeats": (0.02, 0.01),
+    "renamed_chat": (0.06, 0.08),
+    "made_stories": (0.17, 0.18),
+    "answers": (0.11, 0.11),
+    "tool_calls": (0.17, 0.15),
+    "json": (0.11, 0.10),
+    "copies": (0.09, 0.06),
+    "repeats": (0.07, 0.04),
 }
 # For a short run that teaches the attention layers to look up and copy words; all else is frozen.
 COPY_MIX = {
@@ -119,7 +118,9 @@ class RunShape:
         tokens_per_step: Tokens of a batch.
         warmup: Steps with a growing rate.
         rate: Factor of all learning rates.
-        length: Tokens of a row in the constant phase; 1,024 in the decay phase.
+        length: Tokens of a row in the constant phase.
+        decay_length: The same in the decay phase; the full context of 1,024 trains its later positions.
+        decay_share: Part of all steps that is the decay phase.
         attention_only: Experts and routers stay as they are.
     """
 
@@ -128,11 +129,13 @@ class RunShape:
     warmup: int
     rate: float
     length: int = 512
+    decay_length: int = 1024
+    decay_share: float = 0.25
     attention_only: bool = False
 
 
 FROM_NOTHING = RunShape(MIX, 10240, 60, 1.0)
-FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.8)
+FROM_WEIGHTS = RunShape(START_MIX, 5120, 20, 0.6, decay_length=512, decay_share=0.4)
 TO_COPY = RunShape(COPY_MIX, 4096, 10, 1.0, length=256, attention_only=True)
 LONG_TEXTS = ("fairytales", "books")
 
@@ -412,12 +415,12 @@ class Streams:
 # --------------------------------------------------------------------------------------------------- training
 
 
-def decay_start(steps: int) -> int:
-    return steps - round(DECAY_SHARE * steps)
+def decay_start(steps: int, run: RunShape) -> int:
+    return steps - round(run.decay_share * steps)
 
 
 def lr_factor(step: int, steps: int, run: RunShape) -> float:
-    start = decay_start(steps)
+    start = decay_start(steps, run)
     return (
         run.rate
         * min(1.0, (step + 1) / run.warmup)
@@ -469,7 +472,7 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         betas=(0.9, 0.95),
         eps=1e-10,
     )
-    path, decay_from = args.out / CHECKPOINT, decay_start(args.steps)
+    path, decay_from = args.out / CHECKPOINT, decay_start(args.steps, streams.run)
     log = {"step": 0, "tokens": 0, "seconds": 0.0}
     if args.resume and path.exists():
 
@@ -498,8 +501,7 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
     while log["step"] < args.steps and not stop:
         begin, step = time.monotonic(), log["step"]
         decay = step >= decay_from
-        # The decay phase uses the full context, so that positions up to 1,024 are trained as well.
-        rows, targets = streams.batch(step, 1024 if decay else streams.run.length, decay)
+        rows, targets = streams.batch(step, streams.run.decay_length if decay else streams.run.length, decay)
         out = model.model(input_ids=rows, output_router_logits=True)
         loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, targets.reshape(-1))
         aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
@@ -566,6 +568,7 @@ def main() -> None:
         "--start", type=Path, help="continue from the weights of this checkpoint or block store"
     )
     parser.add_argument("--copies", action="store_true", help="train the attention layers to copy words")
+    parser.add_argument("--rate", type=float, help="factor of all learning rates, instead of the run's own")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
     parser.add_argument(
@@ -578,6 +581,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data)
     shape = TO_COPY if args.copies else FROM_WEIGHTS if args.start else FROM_NOTHING
+    if args.rate is not None:
+        shape = replace(shape, rate=args.rate)
     go_on = (args.resume or args.eval_only) and (args.out / "tokenizer.json").exists()
     if go_on or args.start:
         tok = AutoTokenizer.from_pretrained(args.out if go_on else args.start)
@@ -591,7 +596,8 @@ def main() -> None:
         model.tie_weights()
     log = load_state(args.out, model, streams) if args.eval_only else train(args, model, streams)
     save_model(args.out, model, tok)
-    options = ["--copies"] * args.copies + [f"--steps {args.steps}", f"--seed {args.seed}"]
+    options = ["--copies"] * args.copies + [f"--rate {args.rate:g}"] * (args.rate is not None)
+    options += [f"--steps {args.steps}", f"--seed {args.seed}"]
     run = {
         "command": " ".join([*options, f"--threads {args.threads}"]),
         "steps": log["step"],
@@ -603,6 +609,7 @@ def main() -> None:
         "tokens_per_second": log["tokens"] / log["seconds"],
         "threads": args.threads,
         "warmup": shape.warmup,
+        "decay_length": shape.decay_length,
         "decay_steps": max(0, log["step"] - log["decay_from"]),
         "passes": streams.passes(),
     }

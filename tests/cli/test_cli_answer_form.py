@@ -21,11 +21,11 @@ SCHEMA = {
 def test_an_answer_ends_before_a_stop_text(cli: Cli) -> None:
     question = ["run", "demo", "Tell me a story about a fox.", "--max-tokens", "40", *GREEDY]
     free = cli.call(*question).out.decode().rstrip("\n")
-    assert " little" in free
-    stopped = cli.call(*question, "--stop", "\U0001f98a", "--stop", " little")
-    assert stopped.out.decode().rstrip("\n") == free.partition(" little")[0]
-    found = json.loads(cli.call(*question, "--stop", " little", "--json").out)
-    assert (found["finish_reason"], found["stop"]) == ("stop", " little")
+    assert " fox" in free
+    stopped = cli.call(*question, "--stop", "\U0001f98a", "--stop", " fox")
+    assert stopped.out.decode().rstrip("\n") == free.partition(" fox")[0]
+    found = json.loads(cli.call(*question, "--stop", " fox", "--json").out)
+    assert (found["finish_reason"], found["stop"]) == ("stop", " fox")
 
 
 def test_an_answer_follows_the_schema_of_a_file(cli: Cli, tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_probabilities_are_part_of_the_json(cli: Cli) -> None:
 
 def test_a_line_of_a_prompts_file_has_its_own_stop(cli: Cli) -> None:
     lines = [
-        {"prompt": "Tell me a story about a fox.", "stop": [" little", "\0"]},
+        {"prompt": "Tell me a story about a fox.", "stop": [" fox", "\0"]},
         {"prompt": "Tell me a story about a fox.", "stop": " time"},
         {"prompt": "Tell me a story about a fox.", "stop": 5},
     ]
     given = "".join(json.dumps(line) + "\n" for line in lines).encode()
     result = cli.call("run", "demo", "--jsonl", "-", "--max-tokens", "30", *GREEDY, stdin=given)
     first, second, third = map(json.loads, result.out.splitlines())
-    assert (first["finish_reason"], first["stop"]) == ("stop", " little")
+    assert (first["finish_reason"], first["stop"]) == ("stop", " fox")
     assert (second["text"], second["stop"]) == ("Once upon a", " time")
     assert "stop" in third["error"]
     assert result.status == 2
