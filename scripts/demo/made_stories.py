@@ -71,6 +71,7 @@ SYLLABLES = words(
     "ba be bi bo da do fa fi ga go ka ki ko la li lo lu ma me mi mo na ni no pa pi ra ri ro sa ta ti to va "
     "vi za zo"
 )
+ENDS = words("n s r l t nk lla nna ka de ne le ss ma ck rt m g")
 
 
 def pick(rng: np.random.Generator, options: list[str]) -> str:
@@ -82,8 +83,14 @@ def a(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
+def invented_word(rng: np.random.Generator) -> str:
+    """A word that no list has, so that it can only be copied."""
+    word = "".join(pick(rng, SYLLABLES) for _ in range(int(rng.integers(1, 4))))
+    return word + pick(rng, ["", "", *ENDS]) if len(word) > 2 else word + pick(rng, ENDS)
+
+
 def invented_name(rng: np.random.Generator) -> str:
-    return "".join(pick(rng, SYLLABLES) for _ in range(int(rng.integers(2, 4)))).capitalize()
+    return invented_word(rng).capitalize()
 
 
 @dataclass(frozen=True)
@@ -303,8 +310,12 @@ def cast(rng: np.random.Generator) -> Cast:
     girl = hero in ("girl", "queen", "princess", "fairy") or (
         hero not in ("boy", "king", "prince") and rng.random() < 0.5
     )
-    name = invented_name(rng) if rng.random() < 0.2 else pick(rng, GIRLS if girl else BOYS)
+    if not person and rng.random() < 0.12:
+        hero = invented_word(rng)
+    name = invented_name(rng) if rng.random() < 0.3 else pick(rng, GIRLS if girl else BOYS)
     thing, look, place = pick(rng, THINGS), pick(rng, LOOKS), pick(rng, PLACES)
+    if rng.random() < 0.12:
+        thing = invented_word(rng)
     friend = pick(rng, [animal for animal in ANIMALS if animal != hero])
     friend_name = pick(rng, [n for n in GIRLS + BOYS if n != name])
     nature = pick(rng, NATURES)

@@ -79,20 +79,23 @@ MIX = {
 # The same for a run that continues from weights (--start): the streams made by rule, and a part of everything
 # else, so that nothing is forgotten.
 START_MIX = {
-    "tinystories": (0.05, 0.06),
-    "story_chat": (0.05, 0.07),
-    "fairytales": (0.02, 0.03),
-    "books": (0.03, 0.04),
-    "coffee": (0.03, 0.04),
-    "oasst": (0.02, 0.02),
-    "small_talk": (0.02, 0.02),
-    "renamed_chat": (0.06, 0.08),
-    "made_stories": (0.17, 0.18),
-    "answers": (0.11, 0.11),
-    "tool_calls": (0.17, 0.15),
-    "json": (0.11, 0.10),
-    "copies": (0.09, 0.06),
-    "repeats": (0.07, 0.04),
+    name: (share, share)
+    for name, share in {
+        "tinystories": 0.07,
+        "story_chat": 0.07,
+        "fairytales": 0.05,
+        "books": 0.07,
+        "coffee": 0.04,
+        "oasst": 0.02,
+        "small_talk": 0.02,
+        "renamed_chat": 0.06,
+        "made_stories": 0.18,
+        "answers": 0.10,
+        "tool_calls": 0.15,
+        "json": 0.10,
+        "copies": 0.05,
+        "repeats": 0.02,
+    }.items()
 }
 # For a short run that teaches the attention layers to look up and copy words; all else is frozen.
 COPY_MIX = {
