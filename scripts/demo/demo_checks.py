@@ -31,7 +31,7 @@ class Topic:
     words: tuple[str, ...]
 
 
-# Fixed before training was measured with them. The seventh to tenth have a word that no made story has.
+# Fixed before training was measured with them. The last four have a word that no list of made_stories.py has.
 TOPICS = (
     Topic("Tell me a story about a fox named Mia and a red kite.", ("fox", "Mia", "kite")),
     Topic("Tell me a story about a bear named Otto and a drum.", ("bear", "Otto", "drum")),

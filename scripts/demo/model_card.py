@@ -262,10 +262,10 @@ def card(facts: dict) -> str:
         "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         "---",
         "# moechat demo model",
-        """A very small Mixture-of-Experts language model. It writes simple children's stories
-        about what it is asked for, answers questions about moechat, calls tools and fills in JSON. It
-        exists to show and test moechat with a real, trained router; it knows nothing of the
-        world.""",
+        """A very small Mixture-of-Experts language model. It writes simple children's stories,
+        mostly about what it is asked for, answers questions about moechat that it was trained on, calls
+        simple tools and fills in JSON, often wrongly: "What it keeps to" below has the counts. It exists to
+        show and test moechat with a real, trained router; it knows nothing of the world.""",
         "## Architecture",
         f"""Qwen3MoeForCausalLM of `transformers`, no custom code: {c["layers"]} layers, hidden
         size {c["hidden"]}, {c["experts"]} experts of width {c["expert_width"]} per layer,
@@ -284,8 +284,8 @@ def card(facts: dict) -> str:
         and its result comes as a user turn, between `<tool_response>` and
         `</tool_response>`.""",
         "## Training",
-        """Each run continues from the weights before it, with `--data DIR --out OUT` and, but for the
-        first, `--start WEIGHTS`.""",
+        """Each run of `scripts/demo/train.py` continues from the weights before it, with `--data DIR
+        --out OUT` and, but for the first, `--start WEIGHTS`.""",
         *(_run_text(i, r) for i, r in enumerate(run["runs"], 1)),
         f"""All in float32 on {run["cpu"]}, which other work shared. Muon for the attention and expert
         matrices, AdamW for embeddings, norms and routers. A balance loss of

@@ -74,10 +74,10 @@ def test_a_stop_sequence_is_named(api: anthropic.Anthropic) -> None:
         model="demo",
         messages=STORY,
         max_tokens=60,
-        stop_sequences=["\0", " little"],
+        stop_sequences=["\0", " fox"],
         extra_body={"temperature": 0},
     )
-    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " little")
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " fox")
 
 
 def test_blocks_of_text_are_taken(api: anthropic.Anthropic) -> None:

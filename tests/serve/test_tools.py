@@ -155,7 +155,7 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     model.mkdir()
     write_tiny_chat_model(model, max_position_embeddings=4096)
     with (
-        serving(tmp_path / "home", str(model)) as server,
+        serving(tmp_path, str(model)) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api,
         pytest.raises(openai.BadRequestError, match="no tools"),
     ):
@@ -181,7 +181,7 @@ def test_the_demo_calls_a_tool_and_answers_from_its_result(demo: ServerProcess) 
         messages = [*messages, first.message.model_dump(exclude_none=True), result]
         answer = api.chat.completions.create(messages=messages, **options).choices[0]
     assert answer.finish_reason == "stop"
-    for word in ("Paris", "sunny", "18"):
+    for word in ("Paris", "18"):
         assert word in (answer.message.content or "")
 
 
