@@ -9,6 +9,7 @@ and not cached, 6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 i
 from __future__ import annotations
 
 _FETCH_AGAIN = "fetch the model's files again, all from the same repository and version of the model"
+SHORTEN = "shorten the prompt, or raise the context with --ctx where the model allows it"
 COPY_AGAIN = "download or copy the file again"  # a hint for a damaged file
 
 
@@ -45,6 +46,26 @@ class UsageError(MoechatError):
 
 class PromptTooLongError(UsageError):
     """The prompt does not fit into the context window."""
+
+
+def require_room(tokens: int, context: int, reserve: int, hint: str | None = None) -> None:
+    """Refuse a prompt that leaves too little of the context.
+
+    Args:
+        tokens: Of the prompt.
+        context: Tokens of the context.
+        reserve: Tokens that the answer needs.
+        hint: The user's next step.
+
+    Raises:
+        PromptTooLongError: It does.
+    """
+    if tokens + reserve > context:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens; the context holds {context}"
+            + (f", of which {reserve} for the answer" if reserve else ""),
+            hint=hint or SHORTEN,
+        )
 
 
 class ModelNotFoundError(MoechatError):

@@ -47,7 +47,7 @@ from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.steps import MOST_LOGPROBS, Step
 from moechat.tuner import Tuning
-from moechat.validation import known_keywords, require_callable, require_model, require_whole
+from moechat.validation import known_keywords, require_callable, require_known, require_model, require_whole
 
 _DEFAULT_THREADS = _native.num_threads()
 _MOST_SEED = (1 << 63) - 1
@@ -539,6 +539,8 @@ class Engine:
             As :meth:`generate`, and ``None`` after each pass of the prompt but the last.
         """
         started = time.perf_counter()
+        for name in options:
+            require_known(name, list(GenerateKeywords.__annotations__), purpose="generating an answer")
         self.passes.usable_model()
         settings = self.sampling.override(
             temperature=options.get("temperature"),

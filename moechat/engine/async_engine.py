@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,7 @@ class AsyncEngine:
         self._running: list[_Asked] = []
         self._rounds = False
         self._closed = False
+        self._closing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moechat-engine")
 
     @classmethod
@@ -125,11 +126,11 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End answers under way within a token, and free the memory; harmless when repeated."""
-        if self._closed:
-            return
         self._closed = True
-        await asyncio.wrap_future(self._thread.submit(self._close))
-        self._thread.shutdown(wait=False)
+        if self._closing is None:
+            self._closing = self._thread.submit(self._close)
+            self._thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(self._closing))
 
     async def encode(
         self,
@@ -221,9 +222,15 @@ class AsyncEngine:
             except StopIteration:  # its pass failed, which it was told
                 continue
             except _GivenUp:
-                self._end(asked)
+                if asked.cancelled:
+                    self._end(asked)
+                # Else the engine is being closed, which tells all answers.
             except Exception as error:
                 self._end(asked, _Ended(error=error))
+            except BaseException as error:
+                # In a task, SystemExit and the like would end the whole program.
+                told = RuntimeError(f"progress raised {type(error).__name__}")
+                self._end(asked, _Ended(error=told))
             else:
                 if step is not None:
                     asked.tell(step)

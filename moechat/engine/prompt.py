@@ -11,7 +11,7 @@ import torch
 
 from moechat.engine.messages import check_messages
 from moechat.engine.template_variables import template_variables
-from moechat.errors import PromptTooLongError, UsageError
+from moechat.errors import SHORTEN, PromptTooLongError, UsageError, require_room
 from moechat.offload.budget import MemoryPlan
 from moechat.validation import require_whole, shown
 
@@ -22,7 +22,6 @@ Prompt = str | Sequence[Message] | Sequence[int]
 _PIECE_CHARACTERS = 1 << 16
 # Tokens that splitting a text into pieces may add at a boundary.
 BOUNDARY_TOKEN_SLACK = 16
-_SHORTEN = "shorten the prompt, or raise the context with --ctx where the model allows it"
 
 
 class PromptEncoder:
@@ -121,12 +120,7 @@ class PromptEncoder:
             raise UsageError(f"token ids must be integers: {error}") from error
         if not tokens:
             raise UsageError("the prompt is empty")
-        if len(tokens) + room > self._plan.context:
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; the context holds {self._plan.context}"
-                + (f", of which {room} for the answer" if room else ""),
-                hint=self._more_context(),
-            )
+        require_room(len(tokens), self._plan.context, room, self._more_context())
         if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise UsageError(f"token ids must lie between 0 and {self._vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)
@@ -192,12 +186,12 @@ class PromptEncoder:
                 raise PromptTooLongError(
                     f"the prompt has {len(text):,} characters, the first {end:,} of them more than "
                     f"{tokens:,} tokens; the context holds {self._plan.context}",
-                    hint=_SHORTEN,
+                    hint=SHORTEN,
                 )
 
     def _more_context(self) -> str:
         if not self._plan.context_limited:
-            return _SHORTEN
+            return SHORTEN
         return (
             "memory made the context shorter than the model allows: give more with "
             f"{'--vram' if self._on_gpu else '--ram'}, or set the tokens with --ctx, which leaves less room "

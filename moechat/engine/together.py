@@ -41,16 +41,17 @@ def _compute_group(decoder: Decoder, group: list[tuple[Answer, int]]) -> bool:
         rows = decoder.passes.run_together(
             [token for _, token in group], [answer.cache for answer in answers]
         )
+        if rows is None:
+            for answer in answers:
+                answer.give_back()
+            return False
+        seconds = (time.perf_counter() - begun) / len(group)
+        shares = decoder.meter.add_shares([answer.stats for answer in answers])
+        for answer, row, stats in zip(answers, rows, shares, strict=True):
+            answer.take(row, stats, seconds)
     except BaseException:
+        # Also between the pass and the last answer: a cache may hold a token unknown to its answer.
         for answer in answers:
             answer.close()
         raise
-    if rows is None:
-        for answer in answers:
-            answer.give_back()
-        return False
-    seconds = (time.perf_counter() - begun) / len(group)
-    shares = decoder.meter.add_shares([answer.stats for answer in answers])
-    for answer, row, stats in zip(answers, rows, shares, strict=True):
-        answer.take(row, stats, seconds)
     return True

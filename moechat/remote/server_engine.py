@@ -16,7 +16,7 @@ from typing import Any
 import httpcore
 
 from moechat import errors
-from moechat.errors import MoechatError, NoModelError
+from moechat.errors import MoechatError, NoModelError, require_room
 from moechat.steps import Step, TokenLogprob
 
 # Seconds in which a server tells what it has loaded; one that computes a long pass takes longer.
@@ -140,7 +140,7 @@ class ServerEngine:
 
     def expert_map(self) -> ServerMap:
         """Where every expert is."""
-        found = self._ask("GET", "/engine/map")
+        found = self._ask("/engine/map")
         layers, places, uses = (tuple(found[name]) for name in ("layers", "places", "uses"))
         return ServerMap(layers, places, uses, int(found["blocks"]), found["counts"])
 
@@ -169,9 +169,9 @@ class ServerEngine:
     ) -> list[int]:
         """Tokens of a text or of messages; see ``Engine.encode``."""
         asked = prompt if isinstance(prompt, str) else list(prompt)
-        body = {"prompt": asked, "template_options": dict(template_options or {})}
-        tokens: list[int] = self._ask("POST", "/engine/encode", body)["tokens"]
-        self._learn(tokens[-_END_TOKENS:])
+        found = self._ask("/engine/encode", prompt=asked, template_options=dict(template_options or {}))
+        tokens: list[int] = found["tokens"]
+        self._note(tokens[len(tokens) - len(found["texts"]) :], found)
         return tokens
 
     def generate(
@@ -184,25 +184,25 @@ class ServerEngine:
     ) -> Iterator[Step]:
         """Generate an answer; arguments, result and errors as for ``Engine.generate``.
 
-        The request waits for its turn where the server answers others.
+        The server is asked when the first step is wanted, because a chat that tries how much of a
+        conversation fits makes several of these iterators. So errors of settings come then. The request waits
+        for its turn where the server answers others.
         """
         tokens = list(prompt)
         if isinstance(prompt, str) or not all(isinstance(token, int) for token in tokens):
             tokens = self.encode(prompt)
+        require_room(len(tokens), self.context_length, options.get("reserve", 1))
         given = {name: value for name, value in options.items() if value is not None}
         if grammar is not None:
             given["grammar"] = asdict(grammar)
         body = {"model": self._facts["model"], "tokens": tokens, "options": given}
-        events = self._events(body)
-        # The first event tells whether the prompt is accepted: errors are raised here, as the engine does.
-        first = next(events, None)
-        return self._steps(first, events, progress or (lambda _done, _total: None))
+        return self._steps(self._events(body), progress or (lambda _done, _total: None))
 
     def _steps(
-        self, first: Any, events: Iterator[dict[str, Any]], progress: Callable[[int, int], None]
+        self, events: Iterator[dict[str, Any]], progress: Callable[[int, int], None]
     ) -> Iterator[Step]:
         with closing(events):  # type: ignore[type-var]
-            ended = first is None
+            ended = False
             for event in events:
                 if "prefilled" in event:
                     progress(*event["prefilled"])
@@ -213,7 +213,8 @@ class ServerEngine:
                     ended = True
             if not ended:
                 raise MoechatError(
-                    "the server ended in the middle of the answer", hint="run the same command again"
+                    "the server ended in the middle of the answer",
+                    hint="load the model here: run the same command again, or /model NAME in a chat",
                 )
 
     def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -233,13 +234,17 @@ class ServerEngine:
         """Ask for the texts of tokens that are not known yet."""
         new = sorted({token for token in tokens if token not in self._texts})
         if new:
-            found = self._ask("POST", "/engine/texts", {"tokens": new})
-            self._texts |= zip(new, found["texts"], strict=True)
-            self._bytes |= zip(new, map(bytes.fromhex, found["bytes"]), strict=True)
+            self._note(new, self._ask("/engine/texts", tokens=new))
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _note(self, tokens: Sequence[int], found: Mapping[str, Any]) -> None:
+        self._texts |= zip(tokens, found["texts"], strict=True)
+        self._bytes |= zip(tokens, map(bytes.fromhex, found["bytes"]), strict=True)
+
+    def _ask(self, path: str, **fields: Any) -> dict[str, Any]:
         try:
-            status, content = self._connection.request(method, path, body)
+            status, content = self._connection.request(
+                "POST", path, {"model": self._facts["model"], **fields}
+            )
         except _FAILURES as error:
             raise _lost(error) from None
         if status != _GOOD:
@@ -298,10 +303,6 @@ def _split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-# Tokens at the end of a prompt whose texts are asked for, to see whether it opens a thought.
-_END_TOKENS = 16
-
-
 def _step(found: Mapping[str, Any]) -> Step:
     top = tuple(TokenLogprob(int(token), float(value)) for token, value in found.get("top_logprobs", ()))
     return Step(
@@ -317,7 +318,7 @@ def _step(found: Mapping[str, Any]) -> Step:
 def _lost(error: Exception) -> MoechatError:
     return NoModelError(
         f"the server that has the model is gone: {errors.one_line(error) or type(error).__name__}",
-        hint="run the same command again; it then loads the model itself",
+        hint="load the model here: run the same command again, or /model NAME in a chat",
     )
 
 

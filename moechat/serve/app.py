@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from moechat import __version__
 from moechat.serve import sse
@@ -22,7 +21,7 @@ from moechat.serve.api_errors import ApiError
 from moechat.serve.conversation import AnswerDefaults, Conversation
 from moechat.serve.counters import Counters, Gauge
 from moechat.serve.guard import Guard
-from moechat.serve.handling import answering, read_body
+from moechat.serve.handling import JobStream, answering, read_body
 from moechat.serve.jobs import Begun, Failed, Job
 from moechat.serve.openai_chat import ChatAnswer, ChatRequest
 from moechat.serve.openai_completions import CompletionAnswer, CompletionRequest
@@ -221,7 +220,7 @@ def make_app(
         Route("/metrics", answering(service.metrics)),
         Route("/moechat/state", answering(feed.get)),
         Route("/moechat/state/stream", answering(feed.stream)),
-        *SavedConversations(settings.history).routes(),
+        *SavedConversations(settings.history, has_key=bool(settings.api_key)).routes(),
     ]
     page = page_routes()
     app = Starlette(routes=[*routes, *page], exception_handlers={HTTPException: _handle_http})
@@ -231,22 +230,8 @@ def make_app(
 
 async def _respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
     if stream:
-        return _Stream(reply.job, answer.stream())
+        return JobStream(reply.job, answer.stream(), "text/event-stream", sse.HEADERS)
     return JSONResponse(await _unless_left(request, reply.job, answer.whole()))
-
-
-class _Stream(StreamingResponse):
-    """A stream of events; however it ends, nothing more is computed."""
-
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=sse.HEADERS)
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._job.cancel()
 
 
 async def _unless_left(request: Request, job: Job, work: Coroutine[Any, Any, _R]) -> _R:

@@ -70,7 +70,18 @@ class Failed:
     error: Exception
 
 
-Event = Begun | Prefilled | Drawn | Failed
+@dataclass(frozen=True)
+class Told:
+    """What was asked about a model.
+
+    Attributes:
+        value: The answer.
+    """
+
+    value: Any
+
+
+Event = Begun | Prefilled | Drawn | Failed | Told
 
 
 class ServerBusyError(MoechatError):
@@ -91,6 +102,7 @@ class Job:
         options: Keyword arguments of ``Engine.generate_in_turns``; the grammar may be a function of
             the engine and the end of the prompt, called in that thread.
         counts_only: Only the number of tokens of the prompt is wanted: there is one event.
+        ask: A question about the model instead; called in that thread, and :class:`Told` is the one event.
         arrived: On ``time.monotonic``'s clock.
     """
 
@@ -98,6 +110,7 @@ class Job:
     encode: Callable[[Engine], list[int]]
     options: dict[str, Any] = field(default_factory=dict)
     counts_only: bool = False
+    ask: Callable[[Engine], Any] | None = None
     arrived: float = field(default_factory=time.monotonic)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)

@@ -13,6 +13,7 @@ from pathlib import Path
 # Bytes of a socket's path, with the byte that ends it; the smallest of the systems' limits.
 _MOST_PATH = 104
 _BACKLOG = 64
+_PREFIX = "moechat-"
 
 
 @contextmanager
@@ -36,10 +37,19 @@ def private_socket(directory: Path) -> Iterator[socket.socket | None]:
         yield listening
 
 
+def remove_temporary(path: str) -> None:
+    """Remove the directory that took the place of a long one, of a process that was killed."""
+    directory = Path(path).parent
+    if path and directory.parent == Path(tempfile.gettempdir()) and directory.name.startswith(_PREFIX):
+        with suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+            directory.rmdir()
+
+
 def _listen(kind: int, directory: Path, stack: ExitStack) -> socket.socket:
     path = directory / f"{os.getpid()}.sock"
     if len(os.fsencode(path)) >= _MOST_PATH:
-        temporary = tempfile.mkdtemp(prefix="moechat-")  # readable by its owner alone
+        temporary = tempfile.mkdtemp(prefix=_PREFIX)  # readable by its owner alone
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         path = Path(temporary) / "socket"
     else:

@@ -13,6 +13,7 @@ import psutil
 
 from moechat.atomic_file import replacing
 from moechat.config import user_paths
+from moechat.serve.private_socket import remove_temporary
 
 _MOST_BYTES = 1 << 16
 # Seconds by which two readings of a process's start may differ.
@@ -80,6 +81,8 @@ def running_servers() -> list[RunningServer]:
             for left in (path, path.with_suffix(".sock")):
                 with suppress(OSError):
                     left.unlink()
+            if server is not None:
+                remove_temporary(server.socket)
     return sorted(found, key=lambda server: server.started)
 
 

@@ -29,9 +29,10 @@ from moechat.serve.conversation_forms import (
 )
 from moechat.serve.guard import log
 from moechat.serve.handling import Handler, answering, read_body
+from moechat.serve.peer_user import is_same_user
 
 _ADDRESS = "/moechat/conversations"
-_ONE = _ADDRESS + "/{key:int}"
+_ONE = _ADDRESS + "/{key}"
 # Requests that use the database at a time: one that waits for a lock must hold up nothing else.
 _THREADS = 2
 _LISTED, _MOST_LISTED = 100, 1000
@@ -48,10 +49,13 @@ class SavedConversations:
 
     Args:
         path: The database; ``None`` keeps none.
+        has_key: Clients need a key. Else only programs of the same user may use the conversations: the file
+            is private, and other people may work on the machine.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, has_key: bool = False) -> None:
         self._path = path
+        self._has_key = has_key
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="conversations")
 
     def routes(self) -> list[Route]:
@@ -68,9 +72,29 @@ class SavedConversations:
         # One route for each address: a second one for the same address would answer 405 for its methods.
         paths = dict.fromkeys(path for path, _, _ in handlers)
         return [
-            _route(path, {method: handler for at, method, handler in handlers if at == path})
+            self._route(path, {method: handler for at, method, handler in handlers if at == path})
             for path in paths
         ]
+
+    def _route(self, path: str, handlers: dict[str, Handler]) -> Route:
+        async def handle(request: Request) -> Response:
+            _require_own_page(request)
+            method = "GET" if request.method == "HEAD" else request.method
+            handler = handlers[method]
+            # The list says that there are none, so that the page keeps its own.
+            if handler != self.find and not self._is_allowed(request):
+                raise ApiError(
+                    403, "only the user who started the server may use its conversations", code="other_user"
+                )
+            return await handler(request)
+
+        return Route(path, answering(handle), methods=[*handlers])
+
+    def _is_allowed(self, request: Request) -> bool:
+        client, server = request.scope.get("client"), request.scope.get("server")
+        if self._has_key or client is None or server is None:
+            return self._has_key
+        return is_same_user(client, server) is not False
 
     async def find(self, request: Request) -> Response:
         """``GET``: the one used last first; with ``search``, those with all its words in one turn."""
@@ -82,7 +106,7 @@ class SavedConversations:
                 param="search",
             )
         limit = _whole(request, "limit", _LISTED, _MOST_LISTED)
-        if self._path is None:
+        if self._path is None or not self._is_allowed(request):
             return JSONResponse({"saved": False, "more": False, "conversations": []}, headers=_HEADERS)
 
         def look(sessions: Sessions) -> list[Summary]:
@@ -201,15 +225,6 @@ class SavedConversations:
             raise found from error
 
 
-def _route(path: str, handlers: dict[str, Handler]) -> Route:
-    async def handle(request: Request) -> Response:
-        _require_own_page(request)
-        method = "GET" if request.method == "HEAD" else request.method
-        return await handlers[method](request)
-
-    return Route(path, answering(handle), methods=[*handlers])
-
-
 def _require_own_page(request: Request) -> None:
     """Refuse pages of other origins, even those that may ask the model: these conversations are private.
 
@@ -226,7 +241,9 @@ def _require_own_page(request: Request) -> None:
 
 
 def _key(request: Request) -> int:
-    key = int(request.path_params["key"])
+    text = request.path_params["key"]
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(HIGHEST_KEY))
+    key = int(text) if digits else 0
     if not 1 <= key <= HIGHEST_KEY:
         raise ApiError(404, "there is no such conversation", code="conversation_not_found")
     return key

@@ -84,6 +84,7 @@ class Server:
         self._counters = Counters()
         self._error: Exception | None = None
         self._signal: int | None = None
+        self._engine_routes = EngineRoutes(models)
         self._feed = StateFeed(StateReader(self._counters))
         self.worker = Worker(
             models,
@@ -92,6 +93,7 @@ class Server:
             keep_alive_s=settings.keep_alive_s,
             counters=self._counters,
             on_failed=self._on_failed,
+            on_loaded=self._engine_routes.note_loaded,
             on_pause=self._feed.on_pause,
         )
         self._feed.attach(self.worker, self.worker.wake)
@@ -115,7 +117,7 @@ class Server:
         self._private = private
         self._private_uvicorn = _Uvicorn(
             uvicorn.Config(
-                EngineRoutes(self.worker, models).app(),
+                self._engine_routes.app(self.worker),
                 http="h11",
                 ws="none",
                 lifespan="off",

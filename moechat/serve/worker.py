@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from moechat.errors import DeviceLostError, StoreDamagedError
 from moechat.reply_formats.thinking import prompt_end
 from moechat.serve.counters import Counters
-from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerClosingError
+from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled, ServerClosingError, Told
 from moechat.serve.request_queue import RequestQueue
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Worker:
         counters: For ``/metrics``.
         on_failed: Called in the thread when the model of :meth:`start` cannot be loaded, or an error ends the
             thread.
+        on_loaded: Called in the thread with each model that was loaded, and its name.
         on_pause: Called in the thread between tokens and parts of prompts, while a model is loaded, and about
             once a second without work: the engine may be looked at then. Returns the seconds after which it
             wants to be called again though there is no work; ``None``: at the next occasion.
@@ -99,6 +100,7 @@ class Worker:
         keep_alive_s: float | None,
         counters: Counters,
         on_failed: Callable[[Exception], None],
+        on_loaded: Callable[[str, Engine], None] = lambda _name, _engine: None,
         on_pause: Callable[[Worker], float | None] = lambda _: None,
     ) -> None:
         self.loaded = ""
@@ -114,6 +116,7 @@ class Worker:
         self._keep_alive_s = keep_alive_s
         self._counters = counters
         self._on_failed = on_failed
+        self._on_loaded = on_loaded
         self._on_pause = on_pause
         self._first: str | None = None
         self._pause_s: float | None = None
@@ -230,6 +233,9 @@ class Worker:
                 self.active = len(self._answers)
 
     def _begin(self, job: Job, engine: Engine) -> None:
+        if job.ask is not None:
+            job.tell(Told(job.ask(engine)))
+            return
         ids = job.encode(engine)
         end = prompt_end(ids, engine.token_text)
         begun = Begun(engine.name, len(ids), end, engine.token_text, engine.token_bytes)
@@ -361,6 +367,7 @@ class Worker:
         finally:
             self.loading = None
             self.last_used = time.time()
+        self._on_loaded(name, self._engine)
         self.loaded = name
         self._counters.loaded(self._engine)
         return self._engine

@@ -167,6 +167,48 @@ def test_closing_ends_answers_under_way_and_those_that_wait() -> None:
     assert [str(found) for found in run(work())] == ["demo was closed"] * 3
 
 
+def test_closing_in_the_middle_of_a_prompt_tells_its_task() -> None:
+    async def work() -> list[BaseException | list[int]]:
+        found = await AsyncEngine.load("demo", conversations=2)
+        closing: list[asyncio.Future[None]] = []
+        loop = asyncio.get_running_loop()
+
+        def close_now(_done: int, _total: int) -> None:
+            if not closing:
+                closing.append(loop.create_future())
+                loop.call_soon_threadsafe(lambda: asyncio.ensure_future(found.close()))
+                found._closed = True  # as the call sets it, before the next part of the prompt
+
+        answers = [texts(found, PROMPTS[0], progress=close_now), texts(found, PROMPTS[1], max_new_tokens=900)]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    assert [str(found) for found in run(work())] == ["demo was closed"] * 2
+
+
+def test_what_progress_raises_reaches_its_task_and_no_other() -> None:
+    async def work() -> None:
+        async with await AsyncEngine.load("demo", conversations=2) as found:
+
+            def fail(_done: int, _total: int) -> None:
+                raise SystemExit(3)
+
+            beside = asyncio.create_task(texts(found, PROMPTS[1], max_new_tokens=20, temperature=0.0))
+            with pytest.raises(RuntimeError, match="progress"):
+                await texts(found, PROMPTS[0], progress=fail)
+            assert await beside
+
+    run(work())
+
+
+def test_misspelt_options_are_refused() -> None:
+    async def work() -> None:
+        async with await AsyncEngine.load("demo") as found:
+            with pytest.raises(UsageError, match="max_tokens is no option"):
+                await texts(found, "hello", max_tokens=3)
+
+    run(work())
+
+
 def test_steps_are_steps() -> None:
     async def work() -> list[Step]:
         async with await AsyncEngine.load("demo") as found:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from serve_support import PATIENCE_S, ServerProcess, serving
 
 import moechat
 from moechat import Engine, Grammar, PromptTooLongError, UsageError
-from moechat.errors import NoModelError
+from moechat.chat.chat_options import Generation
+from moechat.chat.pending_reply import start_reply
+from moechat.errors import ModelNotFoundError, NoModelError
+from moechat.history.conversation import Conversation, Turn
 from moechat.remote.server_engine import ServerEngine, ask_server
 from moechat.serve.private_socket import private_socket
 from moechat.serve.registry import running_servers
@@ -206,33 +211,92 @@ def test_answers_have_the_same_steps(there: ServerEngine, here: Engine, options:
 def test_a_prompt_that_is_too_long_is_refused_at_once(there: ServerEngine) -> None:
     with pytest.raises(PromptTooLongError, match="1024"):
         there.generate([5] * 2000)
-    with pytest.raises(UsageError):
-        there.generate([5], temperature=-1.0)
-    with pytest.raises(UsageError):
-        there.generate([1 << 40])
+    for prompt, options in (([5], {"temperature": -1.0}), ([1 << 40], {}), ([5], {"foo": 1})):
+        with pytest.raises(UsageError):
+            list(there.generate(prompt, **options))
 
 
 def test_requests_that_make_no_sense_are_refused(there: ServerEngine) -> None:
     transport = httpx.HTTPTransport(uds=running_servers()[0].socket)
     with httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE_S) as http:
-        for path in ("encode", "texts", "generate"):
-            for body in (b"", b"[]", b"{}", b'{"tokens": "x", "options": 1, "model": "demo"}', b"\xff"):
+        for path in ("encode", "texts", "generate", "map"):
+            for body in (b"", b"[]", b"{}", b'{"tokens": "x", "options": 1, "model": 5}', b"\xff"):
                 response = http.post(f"/engine/{path}", content=body)
                 assert response.status_code == 400, (path, body)
                 assert response.json()["error"]["class"] == "UsageError"
     assert there.encode("still there")
 
 
-def test_a_server_without_a_model_is_not_used(home: Path) -> None:
+def test_a_server_without_a_model_is_not_used_and_one_that_is_gone_is_named(home: Path) -> None:
     with serving(home):
         path = max(running_servers(), key=lambda found: found.started).socket
         assert ask_server(path) is None
-        engine = ServerEngine(
-            path, {"name": "x", "model": "x", "context_length": 8, "has_chat_template": True}
-        )
-        with pytest.raises(NoModelError):
+        facts = {"name": "x", "model": "x", "context_length": 8, "has_chat_template": True}
+        engine = ServerEngine(path, facts)
+        with pytest.raises(ModelNotFoundError):
             engine.encode("x")
+    with pytest.raises(NoModelError, match="gone"):
+        engine.encode("x")
+    engine.close()
+
+
+def test_a_model_that_was_unloaded_or_replaced_meanwhile_answers_all_the_same(home: Path) -> None:
+    copied = home / "other"
+    shutil.copytree(Path(moechat.__file__).parent / "hub" / "demo", copied)
+    template = copied / "chat_template.jinja"
+    template.write_text("another template {% for m in messages %}{{ m.content }}{% endfor %}")
+    with serving(home, "--keep-alive", "0.03") as server:
+        path = max(running_servers(), key=lambda found: found.started).socket
+        messages = [{"role": "user", "content": "Who are you?"}]
+        ask = {"model": "demo", "messages": messages, "max_tokens": 2}
+        with server.client() as client:
+            assert client.post("/v1/chat/completions", json=ask).status_code == 200
+            facts = ask_server(path)
+            assert facts is not None
+            engine = ServerEngine(path, facts)
+            wanted = engine.encode(messages)
+            for _ in range(PATIENCE_S * 10):
+                if client.get("/health").json()["model"] is None:
+                    break
+                time.sleep(0.1)
+        assert ask_server(path) is None
+        assert engine.encode(messages) == wanted
+        assert list(engine.generate(wanted, max_new_tokens=3))
         engine.close()
+
+
+def test_a_server_that_computes_a_long_pass_tells_what_it_has(server: ServerProcess, home: Path) -> None:
+    # What it has is noted when it is loaded, so the thread that computes is not asked.
+    body = {"prompt": "word " * 900, "max_tokens": 1, "model": "demo"}
+    with server.client() as client, ThreadPoolExecutor(4) as pool:
+        busy = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+        begun = time.monotonic()
+        assert ask_server(running_servers()[0].socket) is not None
+        assert time.monotonic() - begun < 2
+        for request in busy:
+            assert request.result().status_code == 200
+
+
+def test_a_long_conversation_asks_the_server_once_a_question(there: ServerEngine) -> None:
+    asked: list[Any] = []
+    own = there._connection.stream
+
+    def count(method: str, path: str, body: Any = None) -> Any:
+        asked.append(path)
+        return own(method, path, body)
+
+    there._connection.stream = count  # type: ignore[method-assign]
+    conversation = Conversation()
+    for number in range(30):
+        conversation.add(Turn(f"Question {number} " * 6, "An answer. " * 6))
+    generation = Generation({"max_tokens": 8, "temperature": 0.0})
+    try:
+        pending = start_reply(there, conversation, "And now?", generation)
+        assert pending.first_sent > 0
+        assert list(pending.steps)
+    finally:
+        there._connection.stream = own  # type: ignore[method-assign]
+    assert asked.count("/engine/generate") == 1
 
 
 def test_the_socket_is_private(server: ServerProcess) -> None:

@@ -28,7 +28,8 @@ def loaded_by_a_server(options: RunOptions) -> ServerEngine | None:
     given = options.load_options.given
     for server in running_servers():
         found = ask_server(server.socket) if server.socket else None
-        if found is None or found["is"] != wanted or found["version"] != __version__:
+        # Another version may tell other things.
+        if found is None or found.get("version") != __version__ or found["is"] != wanted:
             continue
         if any(found["options"].get(name) != value for name, value in given.items()):
             continue

@@ -255,9 +255,11 @@ def _save_conversation(engine: ChatEngine, options: RunOptions) -> None:
     Raises:
         MoechatError: It cannot be written.
     """
+    if options.prompt_cache is None:
+        return
     from moechat import Engine
 
-    if options.prompt_cache is None or not isinstance(engine, Engine):
+    if not isinstance(engine, Engine):
         return
     tokens = engine.save_conversation(options.prompt_cache)
     if options.verbose and tokens:
