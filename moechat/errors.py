@@ -123,7 +123,7 @@ class DoesNotFitError(MoechatError):
 
 
 class NoModelError(MoechatError):
-    """The chat continues without a model: neither the new nor the previous one could be loaded."""
+    """A chat has no model for now: none could be loaded, or the server that has it is gone."""
 
 
 class DeviceUnavailableError(UsageError):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from moechat.errors import MoechatError
+
 if TYPE_CHECKING:
     from moechat.chat.interfaces import ChatEngine
     from moechat.steps import Step
@@ -86,7 +88,10 @@ class LiveMap:
             return
         columns, rows = window = self._window()
         most = (rows - 1) // 2 - _BLANK_ROWS
-        lines = list(self._draw(columns - 1, most)) if rows >= _LEAST_WINDOW_ROWS else []
+        try:
+            lines = list(self._draw(columns - 1, most)) if rows >= _LEAST_WINDOW_ROWS else []
+        except MoechatError:  # a server that has the model may be gone; its answer will say so
+            lines = []
         if window != self._drawn_for or len(lines) != len(self._lines):
             out = _ERASE_BELOW + _below(lines)
         else:
