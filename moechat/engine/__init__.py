@@ -10,13 +10,16 @@ from moechat.engine.grammar import Grammar
 from moechat.engine.prompt import Message
 from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Stats
+from moechat.engine.together import Advanced, AnswerGivenUp
 from moechat.loading import Progress
 from moechat.offload.upkeep import Replanned
 from moechat.steps import FinishReason, Step, TokenLogprob
 from moechat.tuner import Tuning
 
 __all__ = [
+    "Advanced",
     "Answer",
+    "AnswerGivenUp",
     "AsyncEngine",
     "Description",
     "Engine",

@@ -32,7 +32,7 @@ from moechat.engine.prompt import Message, Prompt, PromptEncoder
 from moechat.engine.recovery import PassRunner
 from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
-from moechat.engine.together import compute_together
+from moechat.engine.together import Advanced, advance_all, compute_together
 from moechat.errors import StoreDamagedError, UsageError
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
@@ -607,11 +607,32 @@ class Engine:
             UsageError: One is there twice, or is another engine's.
             MoechatError: Experts cannot be read, or the engine is closed; the answers of the pass end then.
         """
+        self._require_own(answers)
+        compute_together(self.decoder, answers)
+
+    def advance_all(self, answers: Sequence[Answer]) -> Iterator[Advanced]:
+        """Advance several answers by one token, or one part of the prompt, each.
+
+        Tokens are computed together, see :meth:`compute_together`.
+
+        Args:
+            answers: From :meth:`generate_in_turns` of this engine; those that have ended are left out.
+
+        Returns:
+            An iterator over what became of each. An error of one, which is in its item, does not end the
+            others; whoever stops in between leaves the others as they are.
+
+        Raises:
+            UsageError: One is there twice, or is another engine's.
+        """
+        self._require_own(answers)
+        return advance_all(self.decoder, answers)
+
+    def _require_own(self, answers: Sequence[Answer]) -> None:
         if len({id(answer) for answer in answers}) < len(answers):
             raise UsageError("an answer is there twice", hint="give each answer once")
         if any(answer.decoder is not self.decoder for answer in answers):
             raise UsageError(f"an answer is not one of this engine ({self.name})")
-        compute_together(self.decoder, answers)
 
 
 def _tokens_only(steps: Answer) -> Iterator[Step]:

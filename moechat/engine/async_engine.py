@@ -16,6 +16,7 @@ from moechat.engine.api import Engine, GenerateKeywords, load
 from moechat.engine.prompt import Message, Prompt
 from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Stats
+from moechat.engine.together import AnswerGivenUp
 from moechat.errors import MoechatError
 from moechat.loading import Progress
 from moechat.options import LoadKeywords
@@ -23,10 +24,6 @@ from moechat.steps import Step
 from moechat.validation import require_callable
 
 _R = TypeVar("_R")
-
-
-class _GivenUp(BaseException):
-    """Ends an answer inside a pass of its prompt, as Ctrl-C would."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +171,9 @@ class AsyncEngine:
         def begin(asked: _Asked) -> Answer:
             def report(done: int, total: int) -> None:
                 if asked.cancelled or self._closed:
-                    raise _GivenUp
+                    raise AnswerGivenUp
                 if progress is not None:
-                    progress(done, total)
+                    _call_quietly(progress, done, total)
 
             return self._engine.generate_in_turns(prompt, progress=report, **rest)
 
@@ -214,27 +211,18 @@ class AsyncEngine:
             self._end(asked)
         while self._waiting and len(self._running) < self._most:
             self._admit(self._waiting.popleft())
-        self._compute_together()
-        for asked in list(self._running):
-            assert asked.answer is not None
-            try:
-                step = next(asked.answer)
-            except StopIteration:  # its pass failed, which it was told
-                continue
-            except _GivenUp:
+        running = {asked.answer: asked for asked in self._running if asked.answer is not None}
+        for found in self._engine.advance_all(list(running)):
+            asked, step = running[found.answer], found.step
+            if isinstance(found.error, Exception):
+                self._end(asked, _Ended(error=found.error))
+            elif found.error is not None:
                 if asked.cancelled:
                     self._end(asked)
                 # Else the engine is being closed, which tells all answers.
-            except Exception as error:
-                self._end(asked, _Ended(error=error))
-            except BaseException as error:
-                # In a task, SystemExit and the like would end the whole program.
-                told = RuntimeError(f"progress raised {type(error).__name__}")
-                self._end(asked, _Ended(error=told))
-            else:
-                if step is not None:
-                    asked.tell(step)
-                if step is not None and step.finish_reason is not None:
+            elif step is not None:
+                asked.tell(step)
+                if step.finish_reason is not None:
                     self._end(asked, _Ended(self._engine.stats))
         self._go_on()
 
@@ -247,17 +235,6 @@ class AsyncEngine:
             asked.tell(_Ended(error=error))
         else:
             self._running.append(asked)
-
-    def _compute_together(self) -> None:
-        answers = [asked.answer for asked in self._running if asked.answer is not None]
-        if len(answers) < 2:
-            return
-        try:
-            self._engine.compute_together(answers)
-        except Exception as error:
-            for asked in list(self._running):
-                if asked.answer is not None and asked.answer.ended:
-                    self._end(asked, _Ended(error=error))
 
     def _end(self, asked: _Asked, last: _Ended | None = None) -> None:
         self._running.remove(asked)
@@ -278,3 +255,13 @@ class AsyncEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise MoechatError(f"{self.name} was closed", hint="load it again")
+
+
+def _call_quietly(progress: Callable[[int, int], None], done: int, total: int) -> None:
+    """Call the caller's function; what would end a program, such as SystemExit, ends its answer only."""
+    try:
+        progress(done, total)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"progress raised {type(error).__name__}") from error

@@ -1,12 +1,63 @@
-"""Computes the next tokens of several answers in one pass."""
+"""Advances several answers at a time, with their next tokens computed in one pass."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moechat.engine.decoder import Decoder
 from moechat.engine.running_answer import Answer
+from moechat.steps import Step
+
+
+class AnswerGivenUp(BaseException):
+    """What a function that is told of progress raises to end its answer in the middle of the prompt."""
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """What became of an answer in one round.
+
+    Attributes:
+        answer: The answer.
+        step: Its next token; ``None`` after a part of its prompt, and with an error.
+        error: Why it has ended without a last token: an error, or :class:`AnswerGivenUp`.
+    """
+
+    answer: Answer
+    step: Step | None = None
+    error: BaseException | None = None
+
+
+def advance_all(decoder: Decoder, answers: Sequence[Answer]) -> Iterator[Advanced]:
+    """Compute one token, or one part of the prompt, of each answer, one after the other.
+
+    Whoever stops in between leaves the others as they are.
+
+    Args:
+        decoder: Of all answers.
+        answers: None twice; those that have ended are left out.
+
+    Returns:
+        What became of each, as soon as it is known; an error of one does not end the others.
+    """
+    running = [answer for answer in answers if not answer.ended]
+    try:
+        compute_together(decoder, running)
+    except Exception as error:
+        for answer in running:
+            if answer.ended:
+                yield Advanced(answer, error=error)
+    for answer in running:
+        if answer.ended:
+            continue
+        try:
+            step = next(answer)
+        except (Exception, AnswerGivenUp) as error:
+            yield Advanced(answer, error=error)
+        else:
+            yield Advanced(answer, step)
 
 
 def compute_together(decoder: Decoder, answers: Sequence[Answer]) -> None:

@@ -52,10 +52,6 @@ class Loader(Protocol):
         """
 
 
-class _GivenUp(BaseException):
-    """Ends an answer inside a pass whose client has left, as Ctrl-C would."""
-
-
 class _Answer(NamedTuple):
     """One answer under way."""
 
@@ -246,9 +242,11 @@ class Worker:
         if callable(options.get("grammar")):
             options["grammar"] = options["grammar"](engine, end)
 
+        from moechat.engine import AnswerGivenUp
+
         def progress(done: int, total: int) -> None:
             if job.cancelled or self._queue.closing:
-                raise _GivenUp
+                raise AnswerGivenUp
             job.tell(Prefilled(done, total))
             self.prompt = (done, total) if done < total else None
             self._queue.answer_calls(self._engine)
@@ -261,49 +259,27 @@ class Worker:
 
     def _advance_all(self) -> None:
         """Compute one token, or one part of the prompt, of every answer."""
-        if not self._compute_together():
-            return
-        for answer in list(self._answers):
-            if self._queue.closing:
-                return
-            if answer.job.cancelled:
-                self._counters.cancelled()
-                self._end(answer)
-                continue
-            try:
-                step = next(answer.steps)
-            except _GivenUp:
-                if self._queue.closing:
-                    return  # all answers are told so
-                self._counters.cancelled()
-                self._end(answer)
-            except Exception as error:
+        for answer in [answer for answer in self._answers if answer.job.cancelled]:
+            self._counters.cancelled()
+            self._end(answer)
+        assert self._engine is not None
+        answers = {answer.steps: answer for answer in self._answers}
+        for found in self._engine.advance_all(list(answers)):
+            answer, error = answers[found.answer], found.error
+            if error is None:
+                self._deliver(answer, found.step)
+            elif isinstance(error, Exception):
                 self._counters.failed(error)
                 self._end(answer, error)
                 if isinstance(error, StoreDamagedError | DeviceLostError):
                     self._give_up_model(error)
                     return
-            else:
-                self._deliver(answer, step)
+            elif not self._queue.closing:  # given up; at the end of the server all answers are told so
+                self._counters.cancelled()
+                self._end(answer)
+            if self._queue.closing:
+                return
         self.active = len(self._answers)
-
-    def _compute_together(self) -> bool:
-        """Compute the next tokens of all answers that have one; returns whether the model can go on."""
-        running = [answer for answer in self._answers if not answer.job.cancelled]
-        if len(running) < 2:
-            return True
-        assert self._engine is not None
-        try:
-            self._engine.compute_together([answer.steps for answer in running])
-        except Exception as error:
-            for answer in running:
-                if answer.steps.ended:
-                    self._counters.failed(error)
-                    self._end(answer, error)
-            if isinstance(error, StoreDamagedError | DeviceLostError):
-                self._give_up_model(error)
-                return False
-        return True
 
     def _deliver(self, answer: _Answer, step: Step | None) -> None:
         if step is None:

@@ -15,6 +15,7 @@ import torch
 import moechat
 from moechat import Engine, UsageError
 from moechat.configurator.systems import CacheSettings
+from moechat.engine import AnswerGivenUp
 from moechat.models.prompt_cache import CachedTokens, PromptCache
 from moechat.offload.settings import OffloadOptions
 
@@ -168,6 +169,52 @@ def test_answers_of_a_model_that_is_not_recognised_are_computed_in_turns(engine:
     assert [len(tokens) for tokens in found] == [4, 4, 4]
     assert passes.alone > 9
     assert not passes.together
+
+
+def test_a_round_gives_a_step_or_an_error_for_each_answer(engine: Engine) -> None:
+    engine.drop_prompt_cache()
+    wanted = [alone(engine, prompt, temperature=0.0) for prompt in PROMPTS]
+    engine.drop_prompt_cache()
+
+    def give_up(_done: int, _total: int) -> None:
+        raise AnswerGivenUp
+
+    running = [engine.generate_in_turns(prompt, max_new_tokens=12, temperature=0.0) for prompt in PROMPTS]
+    running.append(engine.generate_in_turns("x " * 40, progress=give_up))
+    running.append(engine.generate_in_turns("y " * 40, progress=lambda _done, _total: 1 // 0))
+    found: list[list[int]] = [[] for _ in running]
+    errors: list[type[BaseException] | None] = [None] * len(running)
+    rounds = 0
+    while not all(answer.ended for answer in running):
+        rounds += 1
+        for item in engine.advance_all(running):
+            number = running.index(item.answer)
+            if item.error is not None:
+                errors[number] = type(item.error)
+            elif item.step is not None:
+                found[number].append(item.step.token_id)
+    assert found[:3] == wanted
+    assert errors == [None, None, None, AnswerGivenUp, ZeroDivisionError]
+    assert rounds < 12 + 12
+    assert engine.decoder.prompt_cache._taken <= 3
+    for answer in running:
+        answer.close()
+    assert engine.decoder.prompt_cache._taken == 0
+
+
+def test_a_round_that_is_left_in_the_middle_leaves_the_others_as_they_are(engine: Engine) -> None:
+    engine.drop_prompt_cache()
+    wanted = [alone(engine, prompt, temperature=0.0) for prompt in PROMPTS]
+    engine.drop_prompt_cache()
+    running = [engine.generate_in_turns(prompt, max_new_tokens=12, temperature=0.0) for prompt in PROMPTS]
+    found: list[list[int]] = [[] for _ in running]
+    for turn in range(60):
+        for item in engine.advance_all(running):
+            if item.step is not None:
+                found[running.index(item.answer)].append(item.step.token_id)
+            if turn % 3 == 0:
+                break
+    assert found == wanted
 
 
 def test_answers_that_are_not_the_engines_own_are_refused(engine: Engine) -> None:
