@@ -164,3 +164,18 @@ def test_the_wrong_half_of_a_step_is_refused() -> None:
         layer.step(routes=False).route(*[0] * 8, False, *[0] * 4)
     with pytest.raises(ValueError, match="this step has a router"):
         layer.step(routes=True).normalise(*[0] * 8, False, *[0] * 2)
+    place = (0, 0, 0, 0, 0, False)
+    with pytest.raises(ValueError, match="this step has no router"):
+        layer.step(routes=False).route_each(0, 0, 0, [place], 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="this step has a router"):
+        layer.step(routes=True).normalise_each(0, 0, 0, [place], 0, 0)
+
+
+def test_a_step_of_no_tokens_or_too_many_is_refused() -> None:
+    layer = Layer("rows16", False)
+    place = (0, 0, 0, 0, 0, False)
+    for count in (0, _native.MOST_STEP_TOKENS + 1):
+        with pytest.raises(ValueError, match=f"1 to {_native.MOST_STEP_TOKENS} tokens, not {count}"):
+            layer.step(routes=False).normalise_each(0, 0, 0, [place] * count, 0, 0)
+    with pytest.raises(ValueError, match="held is negative"):
+        layer.step(routes=False).normalise_each(0, 0, 0, [(0, 0, 0, 0, -1, False)], 0, 0)

@@ -79,10 +79,10 @@ struct Step {
   std::vector<Product> kept;
   std::shared_ptr<StepTimes> times;  // where task.times points, while measured
 
+  void require_router(bool wanted) const {
+    if (task.routes != wanted) refuse(task.routes ? "this step has a router" : "this step has no router");
+  }
   void call(const LayerStepCall& own) const {
-    if (task.routes != (own.normed == nullptr)) {
-      refuse(task.routes ? "this step has a router" : "this step has no router");
-    }
     for (std::int64_t token = 0; token < own.tokens; ++token) {
       if (own.places[token].held < 0) refuse("held is negative");
     }
@@ -92,6 +92,7 @@ struct Step {
   void route(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head, Address values,
              std::int64_t value_head, std::int64_t held, bool packed, Address residual, Address x,
              Address index, Address weights) const {
+    require_router(true);
     const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
     call({1, at(hidden), at(cos), at(sin), &place, at(residual), at<float>(x), at<std::int64_t>(index),
           at<float>(weights), nullptr});
@@ -99,17 +100,20 @@ struct Step {
   void normalise(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head,
                  Address values, std::int64_t value_head, std::int64_t held, bool packed, Address residual,
                  Address normed) const {
+    require_router(false);
     const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
     call({1, at(hidden), at(cos), at(sin), &place, at(residual), nullptr, nullptr, nullptr, at(normed)});
   }
   void route_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
                   Address residual, Address x, Address index, Address weights) const {
+    require_router(true);
     const auto found = cache_places(places);
     call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
           at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
   }
   void normalise_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
                       Address residual, Address normed) const {
+    require_router(false);
     const auto found = cache_places(places);
     call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
           nullptr, nullptr, nullptr, at(normed)});
