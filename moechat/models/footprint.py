@@ -9,8 +9,8 @@ Measured peaks on a CPU, with q tokens in a pass over a cache of n tokens, and t
 | the same | 1024 | 16,448 | 749 | 851 |
 | the same in bfloat16 | 1024 | 8,256 | 229 | 302 |
 | DeepSeek-V2 (latent attention), hidden 2048, 16 heads, dense 10944 | 1024 | 8,256 | 1600 | 1729 |
-| gpt-oss (scores materialised), hidden 1024, 64 heads over 8 of 64 | 128 | 4,160 | 590 | 689 |
-| the same | 1024 | 4,160 | 3352 | 3857 |
+| gpt-oss (scores materialised), hidden 1024, 64 heads over 8 of 64 | 128 | 4,160 | 590 | 657 |
+| the same | 1024 | 4,160 | 3352 | 3825 |
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from moechat.models.layer_configs import different_configs
 _SLACK_BYTES = 32 << 20
 _SLACK_FACTOR = 1.08
 # Holes that freed tensors of less than 32 MiB leave in the heap where a family's own attention allocates them
-# between its scores: 0 to 94 MiB from run to run.
-_EAGER_HOLES = 64 << 20
+# between its scores: 0 to 94 MiB from run to run, of which the slack above covers most.
+_EAGER_HOLES = 32 << 20
 # Fewest tokens for which the kernels gather tokens by expert.
 _MANY_TOKENS = 6
 # Per pair of tokens: a mask of one byte, its float copy, and temporaries for making it.
@@ -150,7 +150,9 @@ def pass_tokens(chunk: int, shape: CacheShape, context: int) -> int:
     return context
 
 
-def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) -> int:
+def workspace_bytes(
+    config: Any, dtype: torch.dtype, tokens: int, context: int, *, on_gpu: bool = False
+) -> int:
     """Upper estimate of the memory of a pass besides weights, attention cache and the kernels' scratch.
 
     The larger of two sets. Attention: 5 tensors like the hidden states, 4 like the queries, 6 like the
@@ -158,13 +160,14 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
     three times), the mask, and materialised scores of attention or of an indexer. Feed-forward: 3 tensors
     like the hidden states, 4 of the widest dense part, input and output of the experts in float32, the
     router's output. Then hidden states in several streams, one row of logits, and 8 % plus 32 MiB for the
-    rest, with a family's own attention 96 MiB.
+    rest, with a family's own attention on a CPU 64 MiB.
 
     Args:
         config: The model's configuration.
         dtype: Type of the activations.
         tokens: Tokens of the pass.
         context: Tokens in the attention cache at its end.
+        on_gpu: The pass runs on a GPU, whose memory has no such holes.
 
     Returns:
         Bytes.
@@ -188,7 +191,7 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
     feed_forward += tokens * 24 * sizes.experts
     logits = 8 * sizes.vocabulary
     largest = max(attention, feed_forward) + _stream_bytes(sizes, tokens, size)
-    holes = _EAGER_HOLES if _is_eager(config) else 0
+    holes = _EAGER_HOLES if _is_eager(config) and not on_gpu else 0
     return int(_SLACK_FACTOR * largest) + logits + _SLACK_BYTES + holes
 
 

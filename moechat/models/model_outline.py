@@ -129,12 +129,12 @@ class ModelOutline:
         cache = self.cache
         return cache.reserved and cache.unlimited and not cache.has_states and not cache.has_indexer
 
-    def workspace(self, context: int) -> int:
+    def workspace(self, context: int, *, on_gpu: bool) -> int:
         """Bytes of activations of the largest pass in a context of ``context`` tokens."""
         tokens = self.pass_tokens(context)
         known = one_pass_bytes(self.config, self.dtype, context)
         if self.cache.appendable:
-            known = workspace_bytes(self.config, self.dtype, tokens, context)
+            known = workspace_bytes(self.config, self.dtype, tokens, context, on_gpu=on_gpu)
         # Layers compute one after another, so the largest counts.
         return max(known, counted_bytes(self.config, self.live * tokens // self.chunk) if self.live else 0)
 

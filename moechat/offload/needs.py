@@ -94,13 +94,13 @@ def memory_needs(
     replays = uses_graphs(outline, memory)
 
     def workspace(context: int) -> int:
-        total = outline.workspace(context)
+        total = outline.workspace(context, on_gpu=on_gpu)
         if on_gpu:
             total += _expert_workspace(outline, geometry, outline.pass_tokens(context))
         if replays:
             # A pass of one token in memory of its own, beside the memory of a prompt's passes. Its attention
             # reads the cache in place, so nothing grows with the context.
-            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, 1)
+            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, 1, on_gpu=True)
             total += split_sums(outline.config, ATTENTION_PROGRAMS, ATTENTION_SUMS)
         return total
 
