@@ -1,7 +1,7 @@
 """A notice of a newer version, for who has asked for it: the setting ``update-check``, off by default.
 
-Once a day a process of its own asks the package index, so that no command waits for the network or fails
-because of it. What it finds is shown at the end of a later command.
+Once a day a process of its own asks pip, and pip asks the package index that it is set to. So no command
+waits for the network or fails because of it. What is found is shown at the end of a later command.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moechat import __version__
 from moechat.cli.config.settings_file import FILE, UPDATE_CHECK, read_settings, variable_of
 from moechat.config import user_paths
 
-URL = "https://pypi.org/pypi/moechat/json"
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 30.0
 _DAY_S = 86400.0
-_MOST_BYTES = 16 << 20
 _STATE = "update.json"
 _RELEASE = re.compile(r"\d{1,6}(?:\.\d{1,6}){0,3}", re.ASCII)
+# The first line of `pip index versions`: name (newest release).
+_NEWEST = re.compile(r"moechat \(([^)\s]+)\)")
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -73,7 +73,7 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 def _start(path: Path) -> None:
     """Start the process that asks; it outlives this one, and has no terminal."""
     subprocess.Popen(
-        [sys.executable, "-m", __name__, URL, str(path)],
+        [sys.executable, "-m", __name__, str(path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -82,24 +82,31 @@ def _start(path: Path) -> None:
     )
 
 
-def look(url: str, path: Path) -> None:
-    """Ask the package index for the newest release, and keep it.
+def look(path: Path) -> None:
+    """Ask pip for the newest release, and keep it.
 
     Args:
-        url: Of the package's JSON.
         path: Of the file to keep it in.
 
     Raises:
-        OSError: The index cannot be reached within the time, or the file cannot be written.
-        ValueError: It answers something else.
+        OSError: The file cannot be written.
+        subprocess.SubprocessError: pip is not there, takes too long, or finds no release.
+        ValueError: pip answers something else.
     """
-    import urllib.request
-
-    request = urllib.request.Request(url, headers={"User-Agent": f"moechat/{__version__}"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-        version = json.loads(response.read(_MOST_BYTES))["info"]["version"]
-    if not isinstance(version, str) or not _RELEASE.fullmatch(version):
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries", "0"]
+    done = subprocess.run(
+        [*command, "index", "versions", "moechat"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_TIMEOUT_S,
+        check=True,
+    )
+    found = _NEWEST.match(done.stdout)
+    if found is None or not _RELEASE.fullmatch(found[1]):
         raise ValueError("no release")
+    version = found[1]
     state = _read(path)
     shown = state.get("shown", False) and state.get("latest") == version
     _write(path, {**state, "latest": version, "shown": shown})
@@ -139,4 +146,4 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with suppress(Exception):  # the next day tries again
-        look(sys.argv[1], Path(sys.argv[2]))
+        look(Path(sys.argv[1]))

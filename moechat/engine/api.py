@@ -620,7 +620,7 @@ class Engine:
 
         Returns:
             An iterator over what became of each. An error of one, which is in its item, does not end the
-            others; whoever stops in between leaves the others as they are.
+            others. If you stop iterating, the answers that were not reached stay as they are.
 
         Raises:
             UsageError: One is there twice, or is another engine's.

@@ -55,7 +55,7 @@ class _Asked:
         """Called in the thread."""
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the event loop is closed, so no task waits for the answer
             self.cancelled = True
 
 

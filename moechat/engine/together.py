@@ -12,7 +12,7 @@ from moechat.steps import Step
 
 
 class AnswerGivenUp(BaseException):
-    """What a function that is told of progress raises to end its answer in the middle of the prompt."""
+    """Raised by a ``progress`` function to end its answer in the middle of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Advanced:
 def advance_all(decoder: Decoder, answers: Sequence[Answer]) -> Iterator[Advanced]:
     """Compute one token, or one part of the prompt, of each answer, one after the other.
 
-    Whoever stops in between leaves the others as they are.
+    If you stop iterating, the answers that were not reached stay as they are.
 
     Args:
         decoder: Of all answers.

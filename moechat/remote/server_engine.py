@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -199,9 +199,9 @@ class ServerEngine:
         return self._steps(self._events(body), progress or (lambda _done, _total: None))
 
     def _steps(
-        self, events: Iterator[dict[str, Any]], progress: Callable[[int, int], None]
+        self, events: Generator[dict[str, Any], None, None], progress: Callable[[int, int], None]
     ) -> Iterator[Step]:
-        with closing(events):  # type: ignore[type-var]
+        with closing(events):
             ended = False
             for event in events:
                 if "prefilled" in event:
@@ -217,7 +217,7 @@ class ServerEngine:
                     hint="load the model here: run the same command again, or /model NAME in a chat",
                 )
 
-    def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         try:
             with self._connection.stream("POST", "/engine/generate", body) as response:
                 if response.status != _GOOD:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _R = TypeVar("_R")
 
 
-# Tokens at the end of a prompt whose texts are told with it, to see whether it opens a thought.
+# Last tokens of a prompt whose texts `encode` gives: a chat looks there for the mark that begins thinking.
 _END_TOKENS = 16
 
 

@@ -192,7 +192,12 @@ def test_another_terminal_or_a_pipe_is_left_alone(tmp_path: Path) -> None:
 
 def test_steps_are_closed_and_the_map_follows_each() -> None:
     closed, drawn = [], []
-    live = live_on(Screen(20, 12), lambda columns, most: drawn.append(1) or MAP)  # type: ignore[func-returns-value]
+
+    def draw(_columns: int, _most: int) -> list[str]:
+        drawn.append(1)
+        return MAP
+
+    live = live_on(Screen(20, 12), draw)
 
     def steps() -> Iterator[Step]:
         try:

@@ -11,14 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 from places import SUPPORT
-from serve_support import PATIENCE_S, ServerProcess, serving
+from serve_fixtures import calls_soon, demo, tools, tools_model
+from serve_support import PATIENCE_S
 
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """moechat's own server with the demo model."""
-    with serving(tmp_path_factory.mktemp("serve-demo"), "demo", "--parallel", "2") as server:
-        yield server
+__all__ = ["calls_soon", "demo", "tools", "tools_model"]
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, serving
-from tiny import write_tiny_chat_model
+from serve_support import PATIENCE_S, ServerProcess
 
 pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 
@@ -23,47 +19,11 @@ from openai import BadRequestError, NotFoundError
 from pydantic import BaseModel
 
 STORY = "Tell me a story about a fox."
-# Calls as Hermes and Qwen write them.
-TEMPLATE = """\
-{%- for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool>{% endfor -%}
-{%- for message in messages -%}
-<|{{ message.role }}|>{{ message.content }}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}
-{% endfor -%}
-<|assistant|>
-"""
 
 
 def model(server: ServerProcess, **options: Any) -> ChatOpenAI:
     given: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 24, **options}
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0, **given)
-
-
-@pytest.fixture(scope="module")
-def tools_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model whose chat template has tools: the demo's has none."""
-    directory = tmp_path_factory.mktemp("tools-model")
-    write_tiny_chat_model(directory, max_position_embeddings=4096)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tools_server(tools_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(tmp_path_factory.mktemp("serve-tools"), str(tools_model)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def calls_soon(tools_model: Path) -> dict[str, int]:
-    """A bias for that model: it begins with the call, and ends behind it."""
-    content = json.loads((tools_model / "tokenizer.json").read_text())
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    return {str(content["model"]["vocab"]["h"]): -100, str(added["<|end|>"]): 100}
 
 
 def test_a_chat_has_text_usage_and_a_reason(demo: ServerProcess) -> None:
@@ -134,8 +94,8 @@ def weather(city: Literal["Rome", "Oslo"], days: Literal[1, 2, 3]) -> str:
     return f"{city}: sun for {days} days"
 
 
-def test_a_tool_goes_there_and_back(tools_server: ServerProcess, calls_soon: dict[str, int]) -> None:
-    bound = model(tools_server, max_tokens=300, logit_bias=calls_soon).bind_tools(
+def test_a_tool_goes_there_and_back(tools: ServerProcess, calls_soon: dict[str, int]) -> None:
+    bound = model(tools, max_tokens=300, logit_bias=calls_soon).bind_tools(
         [weather], tool_choice="required", parallel_tool_calls=False
     )
     asked: list[Any] = [HumanMessage("How is the weather in Rome?")]
@@ -146,7 +106,7 @@ def test_a_tool_goes_there_and_back(tools_server: ServerProcess, calls_soon: dic
     assert call["args"]["days"] in (1, 2, 3)
     result = weather.invoke(call["args"])
     asked += [answer, ToolMessage(result, tool_call_id=call["id"])]
-    final = model(tools_server).bind_tools([weather], tool_choice="none").invoke(asked)
+    final = model(tools).bind_tools([weather], tool_choice="none").invoke(asked)
     assert final.usage_metadata is not None
     assert final.usage_metadata["input_tokens"] > len(result) // 8
     pieces = list(bound.stream(asked[:1]))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from local_server import serving_with
 
 from moechat.errors import MoechatError, NotAllowedError, OfflineError, PromptTooLongError, UsageError
 from moechat.remote.client import RemoteClient, RemoteError
@@ -44,15 +44,8 @@ def answering(answer: Handler) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_with(Server) as url:
+        yield f"{url}/v1"
 
 
 def sse(*events: Any, done: bool = True) -> bytes:

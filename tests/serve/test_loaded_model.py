@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -17,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, serving
+from serve_support import PATIENCE_S, ServerProcess, run, serving
 
 import moechat
 from moechat import Engine, Grammar, PromptTooLongError, UsageError
@@ -63,18 +62,6 @@ def there(server: ServerProcess) -> Iterator[ServerEngine]:
 def here(home: Path) -> Iterator[Engine]:
     with moechat.load("demo") as engine:
         yield engine
-
-
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moechat", "run", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
 
 
 def test_the_answer_is_that_of_a_model_loaded_here(server: ServerProcess) -> None:

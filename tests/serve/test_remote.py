@@ -12,23 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, serving
+from serve_support import PATIENCE_S, ServerProcess, run, serving
 
 from moechat.remote.engine import RemoteEngine
 
 STORY = "Tell me a story about a fox."
-
-
-def run(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moechat", "run", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **extra},
-    )
 
 
 def test_an_answer_is_that_of_the_server(demo: ServerProcess) -> None:

@@ -104,6 +104,19 @@ def serving(directory: Path, *arguments: str, ready: bool = True) -> Iterator[Se
     assert "unexpected" not in log.read_text()
 
 
+def run(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """``moechat run`` with these arguments."""
+    return subprocess.run(
+        [sys.executable, "-m", "moechat", "run", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+    )
+
+
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     for _ in range(PATIENCE_S * 20):
         found = re.search(r"listening on (http://\S+?)/v1", log.read_text())

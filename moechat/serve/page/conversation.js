@@ -21,7 +21,7 @@ export class Conversation {
   system = "";
   /** Index of the first message that is sent; older ones no longer fit the model's context. */
   firstSent = 0;
-  /** @type {Message[]} Answers that were taken back here, and perhaps not yet where it is kept. */
+  /** @type {Message[]} Answers that were deleted here; the server may not know yet. */
   dropped = [];
 
   /** A stored conversation. */
@@ -64,7 +64,7 @@ export class Conversation {
     return { text: this.messages[at]?.content ?? "", before: Math.max(0, at) };
   }
 
-  /** Keys of stored turns that were taken back; an answer gets its key when it is stored, perhaps only now. */
+  /** Keys of deleted answers that the server has stored. An answer that is being stored gets its key then. */
   get undone() {
     return this.dropped.map(({ turn }) => turn).filter(Boolean);
   }

@@ -245,13 +245,11 @@ async function reopen() {
 
 /** See what other programs have changed. */
 async function lookAgain() {
+  await saving; // it lists the conversations too, and a list that is overtaken by another tells nothing
   const listed = await sidebar.refresh();
   const now = listed?.find(({ id }) => id === conversation.id);
   if (!now || now.updated === conversation.updated || running || taken) return;
-  await saving;
-  if (now.id === conversation.id && now.updated !== conversation.updated && !running && !taken) {
-    await reopen().catch((error) => sidebar.problem(error.message));
-  }
+  await reopen().catch((error) => sidebar.problem(error.message));
 }
 
 function renamed({ id, title, updated }) {
