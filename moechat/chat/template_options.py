@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moechat.errors import UsageError
+from moechat.reply_formats.template_inputs import TEMPLATE_INPUTS
 from moechat.safe_text import one_line
 
 # The setting that stands for the first of these variables that the template reads.
@@ -17,8 +18,6 @@ THINK_VARIABLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _ON = ("on", "true", "yes", "1")
 _OFF = ("off", "false", "no", "0")
-# What the program itself gives to every template.
-_TAKEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def require_name(name: str, label: str) -> str:
     Raises:
         UsageError: It cannot, or the program itself sets that variable.
     """
-    if not name.isidentifier() or not name.isascii() or name in _TAKEN:
+    if not name.isidentifier() or not name.isascii() or name in TEMPLATE_INPUTS:
         raise UsageError(
             f"{label}: {one_line(name)[:40]!r} is no variable that can be set",
             hint="a name is one of the template's variables, such as enable_thinking or reasoning_effort",

@@ -5,18 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-# What every template gets, and functions that transformers defines for them.
-_STANDARD = frozenset(
-    (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "raise_exception",
-        "strftime_now",
-    )
-)
+from moechat.reply_formats.template_inputs import TEMPLATE_INPUTS
+
+# Functions that transformers defines for templates.
+_FUNCTIONS = ("raise_exception", "strftime_now")
 
 
 @lru_cache(maxsize=8)
@@ -47,4 +39,6 @@ def template_variables(template: str) -> frozenset[str] | None:
         found = meta.find_undeclared_variables(environment.parse(template))
     except (TemplateError, RecursionError):
         return None
-    return frozenset(name for name in found - _STANDARD if not name.endswith("_token"))
+    return frozenset(
+        name for name in found.difference(TEMPLATE_INPUTS, _FUNCTIONS) if not name.endswith("_token")
+    )

@@ -20,6 +20,7 @@ from moechat.errors import MoechatError
 # Bytes in base64 that terminals take: xterm's limit, which others have taken over.
 MOST_OSC_BYTES = 100_000
 _PROGRAM_S = 3.0
+# Values of TERM; an empty one too.
 _WITHOUT_CLIPBOARD = ("", "dumb", "linux")
 _PROGRAMS = "wl-clipboard, xclip or xsel"
 
@@ -51,9 +52,8 @@ def copy_to_clipboard(text: str, environment: Mapping[str, str] | None = None) -
     program = next((command[0] for command in _commands(environment) if _run(command, text)), "")
     encoded = base64.b64encode(text.encode("utf-8", "replace")).decode()
     fits = len(encoded) <= MOST_OSC_BYTES
-    terminal = (
-        fits and environment.get("TERM", "dumb") not in ("", "dumb", "linux") and _ask_terminal(encoded)
-    )
+    has_clipboard = environment.get("TERM", "") not in _WITHOUT_CLIPBOARD
+    terminal = fits and has_clipboard and _ask_terminal(encoded)
     if not program and not terminal:
         raise MoechatError(
             "the clipboard cannot be reached: there is no program for it, and "
