@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moechat.errors import UsageError
-from moechat.reply_formats.template_inputs import TEMPLATE_INPUTS
 from moechat.safe_text import one_line
 
 # The setting that stands for the first of these variables that the template reads.

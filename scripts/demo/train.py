@@ -83,18 +83,18 @@ START_MIX = {
     for name, share in {
         "tinystories": 0.07,
         "story_chat": 0.07,
-        "fairytales": 0.05,
-        "books": 0.07,
+        "fairytales": 0.06,
+        "books": 0.08,
         "coffee": 0.04,
         "oasst": 0.02,
         "small_talk": 0.02,
-        "renamed_chat": 0.06,
-        "made_stories": 0.18,
-        "answers": 0.10,
-        "tool_calls": 0.15,
-        "json": 0.10,
-        "copies": 0.05,
-        "repeats": 0.02,
+        "renamed_chat": 0.08,
+        "made_stories": 0.22,
+        "answers": 0.07,
+        "tool_calls": 0.12,
+        "json": 0.08,
+        "copies": 0.06,
+        "repeats": 0.01,
     }.items()
 }
 # For a short run that teaches the attention layers to look up and copy words; all else is frozen.
