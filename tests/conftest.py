@@ -13,6 +13,9 @@ import moechat  # noqa: F401 - sets how torch's threads wait, before a test impo
 
 pytest_plugins = ["quick_run"]
 
+# Programs that tests start shall start as fast as an installed one, whose compiled modules are kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Shells start background jobs with Ctrl-C ignored, and programs that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -124,6 +124,9 @@ def require_name(name: str, label: str) -> str:
     Raises:
         UsageError: It cannot, or the program itself sets that variable.
     """
+    # Imported here: every command reads options, and the formats of replies take longer than the parser.
+    from moechat.reply_formats.template_inputs import TEMPLATE_INPUTS
+
     if not name.isidentifier() or not name.isascii() or name in TEMPLATE_INPUTS:
         raise UsageError(
             f"{label}: {one_line(name)[:40]!r} is no variable that can be set",

@@ -18,7 +18,15 @@ from cli_support import PATIENCE_S, PROGRAM, Cli
 
 import moechat
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "moechat.engine")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "moechat.engine",
+    "moechat.reply_formats",
+)
 
 
 @pytest.mark.parametrize(
