@@ -34,13 +34,13 @@ from moechat.bench.predicted import (
 )
 from moechat.bench.runs import Runs
 from moechat.bench.speeds import compute_rate, link_bandwidth
+from moechat.budget.gpu_sizes import MIN_PAGES
 from moechat.config import active_isa
 from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.hardware.memory import available_bytes
 from moechat.models.router_search import find_routers
-from moechat.offload.limits import MIN_PAGES
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor

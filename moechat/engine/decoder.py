@@ -65,7 +65,7 @@ class Decoder:
     def new_cache(self) -> Any:
         """An empty attention cache; ``None`` where the model makes its own, and after closing."""
         loaded = self.passes.loaded
-        return None if loaded.model is None else loaded.cache.new(loaded.model.config, loaded.plan.context)
+        return None if loaded.model is None else loaded.new_cache(loaded.plan.context)
 
     def parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
         """Split the tokens that are still to be computed into passes.

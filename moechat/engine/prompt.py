@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from moechat.budget.memory_plan import MemoryPlan
 from moechat.engine.messages import check_messages
 from moechat.engine.template_variables import template_variables
 from moechat.errors import SHORTEN, PromptTooLongError, UsageError, require_room
-from moechat.offload.budget import MemoryPlan
 from moechat.validation import require_whole, shown
 
 Message = Mapping[str, Any]

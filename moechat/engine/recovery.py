@@ -149,7 +149,7 @@ class PassRunner:
 
         def compute(loaded: LoadedModel) -> Any:
             waves = loaded.waves
-            if not waves.usable(lambda tokens: loaded.cache.new(loaded.model.config, tokens), loaded.device):
+            if not waves.usable(loaded.new_cache, loaded.device):
                 return _NOT_IN_WAVES
             if loaded.decoder is not None:
                 loaded.decoder.lend(cache)

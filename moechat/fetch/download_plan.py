@@ -22,7 +22,7 @@ from moechat.hardware.identity import existing_parent
 from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import ModelRef
-from moechat.models.model_outline import configured_top_k, read_config
+from moechat.models.outlining import configured_top_k, read_config
 from moechat.store.convert import finished_files
 from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.files import format_bytes

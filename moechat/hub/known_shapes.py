@@ -53,15 +53,25 @@ def shape_names() -> list[str]:
     )
 
 
-def shape_values(name: str) -> dict[str, Any]:
-    """The content of ``config.json`` of a known shape.
+def shape_bytes(name: str) -> bytes:
+    """The ``config.json`` of a known shape.
 
     Raises:
         UsageError: The name is unknown.
     """
     if name not in shape_names():
         raise UsageError(f"there is no shape {name!r}", hint=f"choose one of: {', '.join(shape_names())}")
-    values: dict[str, Any] = json.loads((_directory() / f"{name}.json").read_text("utf-8"))
+    content: bytes = (_directory() / f"{name}.json").read_bytes()
+    return content
+
+
+def shape_values(name: str) -> dict[str, Any]:
+    """The content of ``config.json`` of a known shape.
+
+    Raises:
+        UsageError: The name is unknown.
+    """
+    values: dict[str, Any] = json.loads(shape_bytes(name))
     return values
 
 

@@ -12,26 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
+from moechat.budget.knowledge import Knowledge, gather, saved_statistics
+from moechat.budget.memory_plan import plan_memory
+from moechat.budget.needs import memory_needs, model_shape, uses_graphs
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
 from moechat.loading.model import LoadedModel, Progress, Report
 from moechat.loading.weights import load_weights
-from moechat.models.assets import context_length
-from moechat.models.model_outline import ModelOutline, outline_skeleton
+from moechat.models.outlining import outline_skeleton
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.budget import plan_memory
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
 from moechat.offload.host import HostPlacement
-from moechat.offload.knowledge import Knowledge, gather, saved_statistics
-from moechat.offload.needs import memory_needs, model_shape, uses_graphs
 from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.placement import ModelPlacement
 from moechat.offload.settings import OffloadOptions
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.offload.upkeep import Upkeep
 from moechat.options import LoadOptions
+from moechat.sizes.context_length import context_length, stated_context
+from moechat.sizes.model_outline import ModelOutline
 from moechat.store.store import Store
 
 
@@ -76,12 +77,12 @@ def _load(
     refuse_without_replay(settings, offload.replay)
     report(Progress("load", 0, None, "dense weights"))
     config = load_config(store.path)
-    ctx = None if options.ctx is None else context_length(config, options.ctx)
+    ctx = None if options.ctx is None else context_length(stated_context(config), options.ctx)
     dtype = placement.dtype(options.dtype)
     register()
     skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
     _check_same_experts(skeleton, store)
-    outline = outline_skeleton(
+    outline, form = outline_skeleton(
         skeleton,
         dtype,
         source=store.dense,
@@ -98,10 +99,10 @@ def _load(
     placement.reserve(plan)
     mapped = plan.mapped and placement.maps_experts
 
-    load_weights(store, skeleton, outline.form, dtype, placement, report)
+    load_weights(store, skeleton, form, dtype, placement, report)
     predict = settings.predicts and offload.predictor is None and not mapped
     native_modules, predictor = placement.adopt(
-        skeleton, outline.form, prefetch=settings.prefetch if predict else "none"
+        skeleton, form, prefetch=settings.prefetch if predict else "none"
     )
     if offload.link.kind == "file":
         placement.read_far(
@@ -146,6 +147,7 @@ def _load(
         config=config,
         model=skeleton.model,
         outline=outline,
+        form=form,
         chunk=outline.chunk,
         waves=Waves(skeleton.model, skeleton.layers_name, parts),
         plan=plan,
@@ -174,7 +176,7 @@ def gather_knowledge(
         store.manifest.model_type,
         store.manifest.source.fingerprint,
         _ranked_by(settings),
-        dtype=str(outline.dtype).removeprefix("torch."),
+        dtype=outline.dtype,
         threads=_native.num_threads(),
         dense_bits=outline.form.bits,
         activation_bits=outline.form.activation_bits,

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from moechat.models.attention_cache import CacheShape
+from moechat.budget.memory_plan import MemoryPlan
+from moechat.models.attention_cache import new_cache
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
-from moechat.models.model_outline import ModelOutline
 from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.budget import MemoryPlan
 from moechat.offload.experts import ExpertCounters, ExpertLayer, attach
 from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier
 from moechat.offload.upkeep import Upkeep
+from moechat.sizes.cache_shape import CacheShape
+from moechat.sizes.model_outline import ModelOutline
 from moechat.store.store import Store
 
 
@@ -52,6 +53,7 @@ class LoadedModel:
         config: Configuration of transformers.
         model: The model, with its dense weights and its expert layers attached.
         outline: Its sizes.
+        form: Form of the dense weights.
         chunk: Tokens of a prompt computed in one pass, where a prompt may come in parts.
         waves: Computes several chunks of a prompt layer by layer; see ``plan.wave``.
         plan: Division of the memory.
@@ -69,6 +71,7 @@ class LoadedModel:
     config: Any
     model: Any
     outline: ModelOutline
+    form: DenseForm
     chunk: int
     waves: Waves
     plan: MemoryPlan
@@ -89,17 +92,17 @@ class LoadedModel:
     @property
     def dtype(self) -> torch.dtype:
         """Type that the dense part computes in."""
-        return self.outline.dtype
-
-    @property
-    def form(self) -> DenseForm:
-        """Form of the dense weights."""
-        return self.outline.form
+        found: torch.dtype = getattr(torch, self.outline.dtype)
+        return found
 
     @property
     def cache(self) -> CacheShape:
         """Shape of the attention cache."""
         return self.outline.cache
+
+    def new_cache(self, tokens: int) -> Any:
+        """A cache for so many tokens; ``None`` if the model has to create its own."""
+        return new_cache(self.cache, self.model.config, tokens)
 
     @property
     def top_k(self) -> int:

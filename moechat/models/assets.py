@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, generation settings and limits."""
+"""Loads a model's tokenizer and generation settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError, one_line
+from moechat.errors import UnsupportedModelError, one_line
 from moechat.store.side_files import has_tokenizer
-
-# For models without a stated limit.
-_DEFAULT_CONTEXT = 4096
 
 
 def require_assets(directory: Path) -> None:
@@ -78,23 +75,3 @@ def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any
             token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)
         )
     return frozenset(found)
-
-
-def context_length(config: Any, wanted: int | None) -> int:
-    """Most tokens of prompt and answer together: ``wanted``, or the model's own limit.
-
-    Raises:
-        UsageError: ``wanted`` is less than 2.
-        DoesNotFitError: ``wanted`` exceeds the model's limit.
-    """
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    own = own if isinstance(own, int) and own > 1 else None
-    if wanted is None:
-        return int(own or _DEFAULT_CONTEXT)
-    if wanted < 2:
-        raise UsageError(f"the context is {wanted} tokens; it must be at least 2")
-    if own is not None and wanted > own:
-        raise DoesNotFitError(
-            f"the context is {wanted} tokens; the model was made for {own}", hint=f"use at most {own}"
-        )
-    return wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +12,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_states import EMPTY, STATEFUL, can_cut, copies_kept
+from moechat.models.cache_states import EMPTY, STATEFUL, can_cut
 from moechat.models.compressing_layer import compact, compresses, entry_bytes, waiting_bytes
 from moechat.models.indexed_layer import INDEXED, IndexedLayer
-from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
-from moechat.models.rotary_scaling import UNLIMITED, part_limit, without_scaling
+from moechat.models.rotary_scaling import part_limit, without_scaling
 from moechat.models.skeleton import decoder_of
 from moechat.models.state_probe import states_carry
+from moechat.sizes.cache_shape import PREFILL_CHUNK, CacheShape
+from moechat.sizes.layer_configs import layer_configs
 
-# Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
-# logits, which must not depend on a budget.
-PREFILL_CHUNK = 1024
 # Layers of keys and values alone, and those for which appending several tokens has the same result as one
 # pass.
 _KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -36,87 +33,20 @@ _RESERVED = (DynamicLayer, *INDEXED)
 _TRIAL = 1009
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """Size and properties of a model's attention cache.
+def new_cache(shape: CacheShape, config: Any, capacity: int) -> Any:
+    """Create a cache for ``capacity`` tokens; ``None`` if the model has to create its own.
 
-    Attributes:
-        exact: Measured in a trial pass of the model; else an upper bound from the configuration.
-        reserved: The cache is transformers' ``DynamicCache``, so its layers can be :class:`ReservedLayer` and
-            :class:`WindowLayer`.
-        appendable: Most tokens of a prompt that may be computed in parts; 0: none.
-        fixed_bytes: Bytes that do not depend on the number of tokens.
-        growing: For each growing tensor: bytes per token, and the number of tokens after which it stops
-            growing (or ``None``).
-        copied: The same pairs for layers that are copied when they grow, one at a time.
-        unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
-        bits: Of keys and values: 16, those of the model's type, or 8: packed.
-        has_states: Some layers hold states besides keys and values, or instead of them.
-        has_indexer: Some layers hold keys of an indexer.
-        state_bytes: Bytes of a copy of these states and of windows of keys and values, which change in place.
-        in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
+    Args:
+        shape: Of the model's cache.
+        config: Its configuration.
+        capacity: Most tokens.
     """
-
-    exact: bool
-    reserved: bool
-    appendable: int
-    fixed_bytes: int
-    growing: tuple[tuple[int, int | None], ...]
-    copied: tuple[tuple[int, int | None], ...] = ()
-    unpacked: tuple[tuple[int, int | None], ...] = ()
-    bits: int = PLAIN_KV_BITS
-    has_states: bool = False
-    has_indexer: bool = False
-    state_bytes: int = 0
-    in_one_pass: str = ""
-
-    def note_of_one_pass(self, tokens: int) -> str:
-        """A sentence about prompts of so many tokens that are computed in one pass; empty if they are not."""
-        if not self.in_one_pass or tokens <= self.appendable:
-            return ""
-        which = f"of more than {self.appendable} tokens " if self.appendable else ""
-        return f"prompts {which}are computed in one pass, whose memory grows with them: {self.in_one_pass}"
-
-    @property
-    def unlimited(self) -> bool:
-        """Whether prompts of all lengths may be computed in parts."""
-        return self.appendable >= UNLIMITED
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer,
-        an unpacked one, and copies of states.
-        """
-        unpacked = max((_held(pair, tokens) for pair in self.unpacked), default=0)
-        return self.read_bytes(tokens) + unpacked + self.copy_bytes
-
-    @property
-    def copies(self) -> int:
-        """Most copies of states and windows that a conversation keeps."""
-        return copies_kept(self.state_bytes, states=self.has_states) if self.appendable else 0
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of copies of states and windows: those that a conversation keeps, and one during a wave."""
-        return (self.copies + 1) * self.state_bytes if self.copies else 0
-
-    def read_bytes(self, tokens: int) -> int:
-        """Bytes that the native step of a token reads; layers without one unpack theirs besides."""
-        copied = max((_held(pair, tokens) for pair in self.copied), default=0)
-        return self.fixed_bytes + sum(_held(pair, tokens) for pair in self.growing) + copied
-
-    def new(self, config: Any, capacity: int) -> Any:
-        """Create a cache for ``capacity`` tokens; ``None`` if the model has to create its own."""
-        if not self.reserved:
-            return None
-        cache = DynamicCache(config=config.get_text_config())
-        packed = self.bits == PACKED_KV_BITS
-        cache.layers = [_reserving(layer, capacity, packed=packed) for layer in cache.layers]
-        return cache
-
-
-def _held(pair: tuple[int, int | None], tokens: int) -> int:
-    each, most = pair
-    return each * (tokens if most is None else min(tokens, most))
+    if not shape.reserved:
+        return None
+    cache = DynamicCache(config=config.get_text_config())
+    packed = shape.bits == PACKED_KV_BITS
+    cache.layers = [_reserving(layer, capacity, packed=packed) for layer in cache.layers]
+    return cache
 
 
 def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:

@@ -46,26 +46,6 @@ _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWin
 EMPTY: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 _KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
-# Memory for copies, and their number: of states two are kept even if they are larger; more are of little use.
-# Windows get less, because without copies an answer can at least be continued.
-_COPY_BYTES, _WINDOW_BYTES = 128 << 20, 64 << 20
-_FEWEST_COPIES = 2
-_MOST_COPIES = 8
-
-
-def copies_kept(nbytes: int, *, states: bool) -> int:
-    """Number of copies that are kept of states and windows.
-
-    Args:
-        nbytes: Bytes of one copy; 0: there is nothing to copy.
-        states: States are among them.
-    """
-    if not nbytes:
-        return 0
-    if not states:
-        return min(_MOST_COPIES, _WINDOW_BYTES // nbytes)
-    return max(_FEWEST_COPIES, min(_MOST_COPIES, _COPY_BYTES // nbytes))
-
 
 def states_of(layer: Any, kind: str) -> list[torch.Tensor]:
     """The states of one of :data:`STATES`, or compressed keys, that a layer holds; none for other layers and

@@ -21,13 +21,11 @@ from moechat.geometry import AUTO_BITS, FLOAT_ENCODINGS, DenseBits
 from moechat.models.decode.latent import latent_projections
 from moechat.models.linear import only_scales_rows
 from moechat.models.skeleton import Skeleton
+from moechat.sizes.dense_sizes import DenseSizes
 
 HALVES = (torch.bfloat16, torch.float16)
 # For smaller matrices the call costs more than the product.
 _LEAST_SIDE = 16
-# Most bytes that a GPU unpacks at a time: a 4096 x 4096 matrix of 16 bits.
-_UNPACKED_BYTES = 32 << 20
-
 
 # Projections of attention that lose next to nothing in 4 bits. On held-out text of the demo model, 4 bits for
 # one kind of matrix and 8 for all others changed the perplexity by 0.0 % (output projection), 0.1 % (query
@@ -78,23 +76,6 @@ def encoded_bytes(rows: int, cols: int, encoding: str) -> int:
     """Bytes of a matrix in encoded rows of a store."""
     _, block, block_bytes = _native.kept_encodings()[encoding]
     return rows * (cols // block) * block_bytes
-
-
-def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
-    """Size of the GPU buffer for unpacking packed matrices in products of many tokens; 0 if none is packed.
-
-    It holds the largest matrix, up to 32 MiB, and at least 16 rows of the widest one as float32.
-
-    Args:
-        form: Form of the dense weights.
-        itemsize: Bytes of an element in the model's type.
-    """
-    if not form.packs and not form.kept_linears:
-        return 0
-    shapes = form.linears.values()
-    largest = max((-(-rows // 16) * 16 * cols * itemsize for rows, cols in shapes), default=0)
-    least = max((16 * cols * 4 for _, cols in shapes), default=0)
-    return max(min(largest, _UNPACKED_BYTES), least)
 
 
 class WatchedReads:
@@ -174,6 +155,22 @@ class DenseForm:
     head_bytes: int = 0
     in_layers: int = 0
     itemsize: float = 2.0
+
+    @property
+    def sizes(self) -> DenseSizes:
+        """What plans count with."""
+        shapes = self.linears.values() if self.packs or self.kept_linears else ()
+        return DenseSizes(
+            bits=self.bits,
+            activation_bits=self.activation_bits,
+            title=self.title,
+            nbytes=self.nbytes,
+            head_bytes=self.head_bytes,
+            in_layers=self.in_layers,
+            itemsize=self.itemsize,
+            largest=max((-(-rows // 16) * 16 * cols for rows, cols in shapes), default=0),
+            widest=max((cols for _, cols in shapes), default=0),
+        )
 
     @property
     def packs(self) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# More tokens than any context.
-UNLIMITED = 1 << 62
+from moechat.sizes.cache_shape import UNLIMITED
 
 
 def part_limit(model: nn.Module, config: Any) -> tuple[int, str]:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
+from moechat.budget.gpu_sizes import CONTEXT_BYTES
 from moechat.errors import DeviceUnavailableError
 from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
-from moechat.models.model_outline import gpu_type
 from moechat.offload.graphs import CudaGraphs, Graphs
-from moechat.offload.limits import CONTEXT_BYTES
+from moechat.sizes.dense_types import gpu_type
 
 _LEAST_CONTEXT_BYTES = 64 << 20
 _MOST_CONTEXT_BYTES = 2 << 30
@@ -165,7 +165,8 @@ class Accelerator:
     @property
     def dtype(self) -> torch.dtype:
         """The 16-bit type that the GPU computes fastest in."""
-        return gpu_type(torch.cuda.get_device_capability(self.device))
+        found: torch.dtype = getattr(torch, gpu_type(torch.cuda.get_device_capability(self.device)))
+        return found
 
     def chip(self) -> Chip:
         """Properties of its chip."""

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from moechat.budget.held_experts import choose_experts, experts_held
+from moechat.budget.memory_plan import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
+from moechat.budget.needs import LIBRARY_BYTES, GpuMemory
 from moechat.config import cuda_graphs_wanted, run_ahead_wanted
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
@@ -26,8 +29,6 @@ from moechat.models.packed_rows import register_codec
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
-from moechat.offload.far_choice import choose_experts, experts_held
 from moechat.offload.far_memory import FarMemory, ReadProgress
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
@@ -35,7 +36,6 @@ from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.kernels.device_rows import DeviceRows
 from moechat.offload.links import open_link
-from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
 from moechat.offload.observed import Observed, observed_on_gpu
 from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
 from moechat.offload.placement import PassDecoder

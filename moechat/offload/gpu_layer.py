@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moechat.budget.gpu_sizes import WORK_PAIRS
 from moechat.configurator.systems import RequestForm
 from moechat.offload.gpu_pages import GpuPages
-from moechat.offload.limits import WORK_PAIRS
 from moechat.offload.tier import ExpertTier
 
 

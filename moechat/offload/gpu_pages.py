@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
+from moechat.budget.gpu_sizes import FEW_TOKENS, SHARED_TOKENS
 from moechat.configurator.systems import CacheSettings, Miss, RequestForm
 from moechat.errors import DoesNotFitError
 from moechat.geometry import ExpertGeometry
@@ -18,7 +19,6 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import BlockKernels
-from moechat.offload.limits import FEW_TOKENS, SHARED_TOKENS
 from moechat.offload.page_lookup import PageLookup
 
 

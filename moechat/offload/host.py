@@ -12,25 +12,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat import _native
+from moechat.budget.memory_plan import RAM_LABELS, MemoryPlan, automatic_budget
+from moechat.budget.needs import HostMemory
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
 from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules, install_native_modules
 from moechat.models.dense_form import DenseForm
-from moechat.models.model_outline import resolve_type
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.models.threads import make_thread_invariant
-from moechat.offload.budget import RAM_LABELS, MemoryPlan, automatic_budget
 from moechat.offload.far_memory import ReadProgress
 from moechat.offload.links import open_link
-from moechat.offload.needs import HostMemory
 from moechat.offload.observed import Observed, observed_costs
 from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
+from moechat.sizes.dense_types import resolve_type
 from moechat.store.store import Store
 
 
@@ -46,7 +46,8 @@ class HostPlacement:
 
     def dtype(self, name: str) -> torch.dtype:
         """See :meth:`ModelPlacement.dtype`."""
-        return resolve_type(name, on_gpu=False)
+        found: torch.dtype = getattr(torch, resolve_type(name, on_gpu=False))
+        return found
 
     def memory(self, options: LoadOptions) -> HostMemory:
         """See :meth:`ModelPlacement.memory`."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.dense_form import DenseForm, unpacked_bytes
+from moechat.models.dense_form import DenseForm
 from moechat.models.packed_file import Bytes, PackedFile
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips, launch_all
@@ -37,7 +37,7 @@ class PackedGpuMemory:
 
     def __init__(self, nbytes: int, form: DenseForm, dtype: torch.dtype, device: torch.device) -> None:
         self._data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._strips = Strips(unpacked_bytes(form, dtype.itemsize), device)
+        self._strips = Strips(form.sizes.unpacked_bytes(dtype.itemsize), device)
 
     def read(self, file: PackedFile) -> bool:
         """Read all layers from their file; ``False`` where it is missing or damaged."""

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from moechat.budget.memory_plan import BudgetLabels, MemoryPlan
+from moechat.budget.needs import Memory
 from moechat.configurator.systems import Prefetch
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
 from moechat.models.packed import PackedMemory
 from moechat.models.skeleton import Skeleton
-from moechat.offload.budget import BudgetLabels, MemoryPlan
 from moechat.offload.far_memory import ReadProgress
-from moechat.offload.needs import Memory
 from moechat.offload.tier import Placement
 from moechat.options import LoadOptions
 from moechat.predict import Predictor

@@ -20,6 +20,9 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
+from moechat.budget.gpu_sizes import MIN_PAGES
+from moechat.budget.knowledge import Knowledge, defaults
+from moechat.budget.tier_targets import TierTargets, plan_tier
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import CacheSettings
@@ -27,11 +30,8 @@ from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.experts import ExpertCounters, RunsExperts
-from moechat.offload.knowledge import Knowledge, defaults
-from moechat.offload.limits import MIN_PAGES
 from moechat.offload.observed import Observed
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
-from moechat.offload.planner import TierTargets, plan_tier
 from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
 from moechat.routing import Replay
@@ -143,7 +143,7 @@ class ExpertTier:
     Args:
         config: The parts that never change.
         placement: Memory and device; the tier closes it.
-        pages: Pages of one block record each, at least :data:`~moechat.offload.limits.MIN_PAGES`.
+        pages: Pages of one block record each, at least :data:`~moechat.budget.gpu_sizes.MIN_PAGES`.
         settings: Policy, split and prefetches.
         counters: Counters of the engine.
         knowledge: Statistics and costs that targets are made from, if the settings want a plan;

@@ -17,16 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moechat.configurator.estimate import ModelShape
-from moechat.offload.knowledge import (
+from moechat.budget.knowledge import (
     Knowledge,
     blend,
     family_statistics,
     key_of,
     saved_statistics,
 )
+from moechat.budget.tier_targets import expected_seconds
+from moechat.configurator.estimate import ModelShape
 from moechat.offload.observed import Observed
-from moechat.offload.planner import expected_seconds
 from moechat.offload.preload import LEAST_TOKENS, Preloader
 from moechat.offload.tier import ExpertTier
 from moechat.offload.watching import TierWatch

@@ -10,6 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
+from moechat.budget.knowledge import Knowledge, assumed_costs
+from moechat.budget.memory_plan import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
+from moechat.budget.needs import SPEED_CONTEXT, memory_needs, model_shape, uses_graphs
+from moechat.budget.tier_targets import TierTargets, plan_tier, simulated_seconds
 from moechat.config import run_ahead_wanted, user_paths
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
@@ -21,11 +25,8 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
-from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
-from moechat.offload.knowledge import Knowledge, assumed_costs
-from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape, uses_graphs
-from moechat.offload.planner import TierTargets, plan_tier, simulated_seconds
 from moechat.options import LoadOptions
+from moechat.outline.find_outline import find_outline
 from moechat.planning.machine import Machine
 from moechat.planning.routing import Routing, routing_of
 from moechat.planning.source import PlannedModel, refusals_with_hint
@@ -40,10 +41,12 @@ from moechat.planning.speed import (
     scaled_to,
 )
 from moechat.simulate.strategy import Strategy
+from moechat.sizes.context_length import context_length
+from moechat.sizes.dense_types import resolve_type
 
 if TYPE_CHECKING:
-    from moechat.models.model_outline import ModelOutline
     from moechat.routing.statistics import RoutingStatistics
+    from moechat.sizes.model_outline import ModelOutline
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Cases:
         found: The model.
         machine: The machine.
         options: As for loading.
-        keep_trial: Keep the results of trial passes in the user's cache, for later plans.
+        keep_outline: Keep a model's outline in the user's cache, for later plans.
 
     Attributes:
         outline: The model's sizes.
@@ -101,28 +104,24 @@ class Cases:
     """
 
     def __init__(
-        self, found: PlannedModel, machine: Machine, options: LoadOptions, *, keep_trial: bool = False
+        self, found: PlannedModel, machine: Machine, options: LoadOptions, *, keep_outline: bool = False
     ) -> None:
-        # Imported here because they import torch and transformers.
-        from moechat.models.assets import context_length
-        from moechat.models.model_outline import outline_model, resolve_type
-
         self.machine, self.settings = machine, options.settings
-        self.ctx = None if options.ctx is None else context_length(found.config, options.ctx)
         on_gpu = machine.near == "gpu"
         with refusals_with_hint(found.name):
-            self.outline: ModelOutline = outline_model(
+            self.outline: ModelOutline = find_outline(
                 found.config,
                 resolve_type(options.dtype, on_gpu=on_gpu, capability=machine.capability, here=machine.here),
                 dense_bits=options.dense_bits,
                 activation_bits=options.activation_bits,
                 kv_bits=options.kv_bits,
                 on_gpu=on_gpu,
-                source=found.headers,
-                trials=user_paths().cache / "trials",
-                keep_trial=keep_trial,
+                headers=found.headers,
+                directory=user_paths().cache / "outlines",
+                keep=keep_outline,
             )
             self.geometry, self.remark = found.geometry(self.outline)
+        self.ctx = None if options.ctx is None else context_length(self.outline.stated_context, options.ctx)
         self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
         self.needs: Needs = memory_needs(self.outline, self.geometry, memory, options.conversations)
@@ -133,7 +132,7 @@ class Cases:
     @property
     def dtype(self) -> str:
         """Type that the dense part computes in."""
-        return str(self.outline.dtype).removeprefix("torch.")
+        return self.outline.dtype
 
     def case(
         self,

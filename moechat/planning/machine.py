@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moechat import _native
+from moechat.budget.gpu_sizes import CONTEXT_BYTES
+from moechat.budget.held_experts import HOST_BYTES
+from moechat.budget.memory_plan import MEBI, automatic_budget, gpu_budget
+from moechat.budget.needs import GpuMemory, HostMemory, Memory
 from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
 from moechat.errors import DoesNotFitError, UsageError
@@ -15,10 +19,6 @@ from moechat.hardware.measured_file import load_measured
 from moechat.hardware.memory import available_bytes, resident_bytes
 from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
-from moechat.offload.budget import MEBI, automatic_budget, gpu_budget
-from moechat.offload.far_choice import HOST_BYTES
-from moechat.offload.limits import CONTEXT_BYTES
-from moechat.offload.needs import GpuMemory, HostMemory, Memory
 from moechat.options import LoadOptions
 from moechat.planning.memory import PROCESS_BYTES, SYSTEM_BYTES
 
@@ -117,7 +117,7 @@ class Machine:
         return wanted
 
     def vram_budget(self, wanted: int | None) -> tuple[int, bool, str]:
-        """Bytes of graphics memory that may be spent; see :func:`moechat.offload.budget.gpu_budget`.
+        """Bytes of graphics memory that may be spent; see :func:`moechat.budget.memory_plan.gpu_budget`.
 
         Raises:
             DoesNotFitError: ``wanted`` exceeds the memory of the GPU.

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
+from moechat.budget.memory_plan import least_budget
+from moechat.budget.needs import SPEED_CONTEXT
 from moechat.errors import DoesNotFitError
 from moechat.hardware.profile import Figure, HardwareProfile
-from moechat.offload.budget import least_budget
-from moechat.offload.needs import SPEED_CONTEXT
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.planning.cases import Case, Cases
 from moechat.planning.cpu_range import cpu_range, cpu_rates
@@ -54,14 +54,14 @@ def plan(
         UnsupportedModelError: moechat cannot run it.
         DoesNotFitError: The memory is too small; the message has every part and the least that works.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=False, keep_trial=True)
+    return _plan(model, profile, LoadOptions.parse(options), brief=False, keep_outline=True)
 
 
 def brief_plan(
     model: str | Path,
     *,
     profile: str | Path | HardwareProfile | None = None,
-    keep_trial: bool = True,
+    keep_outline: bool = True,
     **options: Unpack[LoadKeywords],
 ) -> Plan:
     """Like :func:`plan`, in half the time: without other budgets, and without the plans that would be made at
@@ -70,10 +70,10 @@ def brief_plan(
     Args:
         model: As for :func:`plan`.
         profile: As for :func:`plan`.
-        keep_trial: Write results of trial passes to the user's cache, as :func:`plan` does.
+        keep_outline: Write a model's outline to the user's cache, as :func:`plan` does.
         options: As for :func:`plan`.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=True, keep_trial=keep_trial)
+    return _plan(model, profile, LoadOptions.parse(options), brief=True, keep_outline=keep_outline)
 
 
 def _plan(
@@ -82,14 +82,14 @@ def _plan(
     options: LoadOptions,
     *,
     brief: bool,
-    keep_trial: bool,
+    keep_outline: bool,
 ) -> Plan:
     require_model(model)
     wants_gpu = None if options.device is None and options.vram is None else options.gpu is not None
     found = find_model(model, options.bits)  # before the machine: a wrong name is the cheaper error
     machine = find_machine(profile, gpu=wants_gpu)
     with shared_draws():
-        return _made(Cases(found, machine, options, keep_trial=keep_trial), found, options, brief=brief)
+        return _made(Cases(found, machine, options, keep_outline=keep_outline), found, options, brief=brief)
 
 
 def _made(cases: Cases, found: PlannedModel, options: LoadOptions, *, brief: bool) -> Plan:

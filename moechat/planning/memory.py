@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from moechat.offload.budget import MEBI, Part
-from moechat.offload.far_choice import HOST_BYTES, experts_held
+from moechat.budget.held_experts import HOST_BYTES, experts_held
+from moechat.budget.memory_plan import MEBI, Part
 
 GIBI = 1 << 30
 # RAM that a process without torch's CUDA libraries takes.

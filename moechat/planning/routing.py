@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moechat.budget.knowledge import blend, saved_statistics
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.routing_families import family_bounds, recorded_model, recorded_names
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.warm_start import PSEUDO_TOKENS, default_statistics
-from moechat.offload.knowledge import blend, saved_statistics
 from moechat.planning.source import PlannedModel
 from moechat.routing.statistics import RoutingStatistics
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moechat.config import user_paths
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, UsageError
@@ -17,10 +17,11 @@ from moechat.hub.known_shapes import find_shape, shape_names
 from moechat.hub.library import names_here
 from moechat.hub.model_ref import ALIASES, ModelRef
 from moechat.hub.names import resolve
+from moechat.outline.config_source import ConfigSource, config_in, known_shape, read_now
+from moechat.store.tensor_headers import HeaderTable
 
 if TYPE_CHECKING:
-    from moechat.models.dense import HeaderTable
-    from moechat.models.model_outline import ModelOutline
+    from moechat.sizes.model_outline import ModelOutline
     from moechat.store.checkpoint import Checkpoint
     from moechat.store.expert_refs import CheckpointPlan
     from moechat.store.store import Store
@@ -32,7 +33,7 @@ class PlannedModel:
 
     Attributes:
         name: Name to show.
-        config: transformers' configuration.
+        config: Its configuration.
         bits: Bits of an expert weight; of kept encodings those of :class:`moechat.geometry.ExpertGeometry`.
         weights: ``store`` (converted, ready to run), ``checkpoint`` (to be converted), or ``none``: only the
             configuration is here.
@@ -45,7 +46,7 @@ class PlannedModel:
     """
 
     name: str
-    config: Any
+    config: ConfigSource
     bits: int
     weights: str
     store: Store | None = None
@@ -89,22 +90,19 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
         ModelNotFoundError: There is no such model.
         MoechatError: It cannot be read or run.
     """
-    # Imported here: these bring torch and transformers.
-    from moechat.models.model_outline import known_config, read_config
-
     text = str(model)
     if _is_file(text):
         path = Path(text).expanduser().resolve()
         name = path.parent.name or path.name if path.name == "config.json" else path.name
         with refusals_with_hint(name):
-            return PlannedModel(name, read_config(path), bits or DEFAULT_BITS, "none")
+            return PlannedModel(name, config_in(path), bits or DEFAULT_BITS, "none")
     try:
         ref = resolve(text, bits=bits)
     except ModelNotFoundError as error:
         shape = find_shape(text)
         if shape is None:
             raise _with_shapes(error, text) from error
-        return PlannedModel(shape, known_config(shape), bits or DEFAULT_BITS, "none")
+        return PlannedModel(shape, known_shape(shape), bits or DEFAULT_BITS, "none")
     return _here(ref, bits)
 
 
@@ -116,15 +114,13 @@ def _is_file(text: str) -> bool:
 
 
 def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
-    from moechat.models.dense import HeaderTable
-    from moechat.models.model_outline import read_config
     from moechat.store.checkpoint import Checkpoint
     from moechat.store.quantised.schemes import source_format_of
     from moechat.store.store import Store
 
     if ref.store is not None:
         store = Store.open(ref.store)
-        config, headers = read_config(store.path), HeaderTable.of(store.dense)
+        config, headers = config_in(store.path), HeaderTable.of(store.dense)
         found = PlannedModel(
             ref.name,
             config,
@@ -147,13 +143,13 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
             with opened_gguf(ref.checkpoint) as opened:
                 return PlannedModel(
                     ref.name,
-                    read_config(opened.path),
+                    read_now(config_in(opened.path)),
                     bits,
                     "checkpoint",
                     headers=HeaderTable.of(opened),
                     experts=_encoded(opened) if free else None,
                 )
-        config = read_config(ref.checkpoint)
+        config = config_in(ref.checkpoint)
         if not any(ref.checkpoint.glob("*.safetensors")):
             return PlannedModel(ref.name, config, bits, "none")
         try:

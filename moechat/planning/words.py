@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from moechat.budget.memory_plan import MEBI
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.memory import total_bytes
 from moechat.hardware.profile import Figure, Origin
 from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
-from moechat.offload.budget import MEBI
 from moechat.planning.machine import Machine
 from moechat.planning.memory import Far
 from moechat.planning.speed import Decode

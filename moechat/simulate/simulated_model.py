@@ -10,6 +10,8 @@ from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.hub.known_shapes import find_shape, shape_names, shape_values
 from moechat.options import LoadOptions
+from moechat.outline.config_source import config_in, known_shape
+from moechat.outline.find_outline import find_outline
 from moechat.routing.trace import Trace
 
 # Configuration keys of the number of experts, and of experts per token.
@@ -87,15 +89,10 @@ def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
             f"there is no model {name!r}",
             hint=f"name a config.json, a directory with one, or one of: {', '.join(shape_names())}",
         )
-    # Imported here: these bring torch and transformers.
-    import torch
-
-    from moechat.models.model_outline import known_config, outline_model, read_config
-
-    config = known_config(known) if known is not None else read_config(path)
-    outline = outline_model(config, torch.bfloat16, dense_bits=LoadOptions.dense_bits)
+    config = known_shape(known) if known is not None else config_in(path)
+    outline = find_outline(config, "bfloat16", dense_bits=LoadOptions.dense_bits)
     geometry = outline.geometry(bits)
-    size = outline.dtype.itemsize
+    size = outline.itemsize
     gpu_shape = ModelShape(
         layers=len(outline.expert_layers),
         experts=geometry.num_experts,

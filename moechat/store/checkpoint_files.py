@@ -43,6 +43,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def config_bytes(path: Path) -> bytes:
+    """Content of a ``config.json``.
+
+    Args:
+        path: The file, or its directory.
+
+    Raises:
+        CheckpointError: It is missing or cannot be read.
+    """
+    return _read_limited(path / CONFIG_FILE if path.is_dir() else path)
+
+
 def read_index(directory: Path) -> dict[str, str]:
     """File of each tensor, from a checkpoint's index.
 

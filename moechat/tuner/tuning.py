@@ -12,11 +12,11 @@ import numpy as np
 
 import moechat
 from moechat import _native
+from moechat.budget.tier_targets import TierTargets
 from moechat.config import user_paths
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.identity import this_machine
 from moechat.loading import LoadedModel
-from moechat.offload.planner import TierTargets
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
 from moechat.trials import Comparison

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from cards_engine import Subject, Timed, TimedEngine
 from cards_gpu import Clock
 
+from moechat.budget.knowledge import Knowledge
+from moechat.budget.needs import SPEED_CONTEXT
 from moechat.config import run_ahead_wanted
 from moechat.configurator.gpu_pattern import LAYER_HOST
 from moechat.hardware.profile import HardwareProfile
 from moechat.hardware.profile_file import reference_profile
-from moechat.offload.knowledge import Knowledge
-from moechat.offload.needs import SPEED_CONTEXT
 from moechat.options import LoadOptions
 from moechat.planning.cases import Case, Cases
 from moechat.planning.machine import find_machine

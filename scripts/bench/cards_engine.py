@@ -20,6 +20,8 @@ from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLists, TimedLookup, no
 from torch import nn
 
 from moechat import _native
+from moechat.budget.knowledge import Knowledge
+from moechat.budget.tier_targets import TierTargets
 from moechat.configurator import gpu_pattern as pattern
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
@@ -29,8 +31,6 @@ from moechat.models.cache_layers import ReservedLayer
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.gpu import GpuPlacement
 from moechat.offload.graph_decoder import GraphDecoder
-from moechat.offload.knowledge import Knowledge
-from moechat.offload.planner import TierTargets
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.routing import Trace
 

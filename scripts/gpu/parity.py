@@ -22,8 +22,8 @@ import moechat
 from gpu.record import Cell
 from gpu.smoke import distance
 from moechat.bench.synthetic_models import load_shape, synthetic_store
+from moechat.budget.gpu_sizes import MIN_PAGES
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.limits import MIN_PAGES
 from moechat.offload.settings import OffloadOptions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from moechat.budget.gpu_sizes import MIN_PAGES
 from moechat.configurator.systems import CacheSettings, settings_of
 from moechat.engine import Engine
 from moechat.loading.load import gather_knowledge
 from moechat.loading.model import LoadedModel
 from moechat.offload.experts import attach
 from moechat.offload.gpu import GpuPlacement
-from moechat.offload.limits import MIN_PAGES
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.routing import Replay, Trace, map_trace
 

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 import moechat
+from moechat.budget import knowledge, tier_targets
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.engine import Engine
 from moechat.errors import MoechatError, UsageError
-from moechat.offload import knowledge, planner, upkeep
+from moechat.offload import upkeep
 from moechat.offload.perfect import PerfectPredictor
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.tier import ExpertTier
@@ -231,7 +232,7 @@ def test_any_planning_failure_falls_back_to_a_plan(own_home: Path, monkeypatch: 
         expected = answer(engine, 10)
     for name in ("allocate", "load_measured", "load_statistics", "default_statistics", "blended_statistics"):
         with monkeypatch.context() as patch:
-            patch.setattr(planner if name == "allocate" else knowledge, name, fail)
+            patch.setattr(tier_targets if name == "allocate" else knowledge, name, fail)
             with load() as engine:
                 assert answer(engine, 10) == expected
                 assert engine.replan() is not None
@@ -240,12 +241,12 @@ def test_any_planning_failure_falls_back_to_a_plan(own_home: Path, monkeypatch: 
 
 
 def test_a_plan_for_too_many_pages_is_rejected(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = planner.allocate
+    real = tier_targets.allocate
 
     def greedy(*arguments: Any, pages: int, **named: Any) -> Any:
         return real(*arguments, pages=3 * pages, **named)
 
-    monkeypatch.setattr(planner, "allocate", greedy)
+    monkeypatch.setattr(tier_targets, "allocate", greedy)
     with load(pages=100) as engine:
         assert near_of(engine).plan.method == "uniform"
         assert any("pages are planned" in notice for notice in engine.notices())

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.errors import UnsupportedModelError
-from moechat.models.attention_cache import PACKED_KV_BITS, PLAIN_KV_BITS, PREFILL_CHUNK, cache_shape
+from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
+from moechat.models.attention_cache import cache_shape, new_cache
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.packed_rows import pack, row_bytes, unpack
 from moechat.models.skeleton import build_skeleton
 from moechat.offload.experts import IMPLEMENTATION, attach, register
+from moechat.sizes.cache_shape import PREFILL_CHUNK
 
 ALL = [*CASES, *((family, 0) for family in UNLISTED)]
 # Their cache is no DynamicCache.
@@ -87,14 +89,14 @@ def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(
     model = random_model(tiny_config(family, index))
     ids = torch.randint(3, 101, (1, 83), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
-        whole = model(input_ids=ids, past_key_values=shape.new(model.config, 100), use_cache=True)
+        whole = model(input_ids=ids, past_key_values=new_cache(shape, model.config, 100), use_cache=True)
         copied = max((each * min(83, most or 83) for each, most in shape.copied), default=0)
         unpacked = max((each * min(83, most or 83) for each, most in shape.unpacked), default=0)
         assert (unpacked > 0) == (bits == PACKED_KV_BITS)
         assert shape.nbytes(83) - copied - unpacked - shape.copy_bytes == held(whole.past_key_values)
         if not shape.appendable:
             return
-        cache, logits = shape.new(model.config, 100), []
+        cache, logits = new_cache(shape, model.config, 100), []
         for part in ids.split(7, dim=1):  # type: ignore[no-untyped-call]
             output = model(input_ids=part, past_key_values=cache, use_cache=True)
             assert output.past_key_values is cache
@@ -146,7 +148,7 @@ def test_a_family_that_cannot_be_tried_is_estimated_upwards() -> None:
     skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)  # its experts have no layers attached
     shape = cache_shape(skeleton.model, skeleton.model.config, torch.float32)
     assert (shape.exact, shape.appendable, shape.reserved) == (False, 0, False)
-    assert shape.new(config, 10) is None
+    assert new_cache(shape, config, 10) is None
     for entry in skeleton.experts:
         attach(entry.module, Nothing())  # type: ignore[arg-type]
     exact = cache_shape(skeleton.model, skeleton.model.config, torch.float32)

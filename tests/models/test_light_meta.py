@@ -19,13 +19,12 @@ from moechat.hub.known_shapes import shape_names
 LIGHT = [name for name in shape_names() if name not in {_WITH_SYMPY}]
 """
     + """
-from moechat.models.model_outline import known_config, outline_model
+from moechat.models.outlining import known_config, outline_model
 def outlines():
     for number, name in enumerate(LIGHT):
         dtype = (torch.float32, torch.bfloat16)[number % 2]
         found = outline_model(known_config(name), dtype, dense_bits="auto")
-        print(name, [part for part in vars(found).items() if part[0] not in ("experts", "config")])
-        print(found.experts[0].parameter_names, found.geometry(4), found.config.to_dict())
+        print(name, found)
 """
 )
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moechat.models.dense import load_dense
-from moechat.models.model_outline import outline_model
+from moechat.models.outlining import outline_model
 from moechat.models.router_search import Router, Scoring, copied_bytes, find_routers
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton
 from moechat.store.checkpoint import Checkpoint

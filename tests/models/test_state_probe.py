@@ -11,11 +11,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moechat.models import skeleton as skeleton_module
 from moechat.models.attention_cache import cache_shape
-from moechat.models.footprint import one_pass_bytes
 from moechat.models.live_bytes import part_bytes, part_of_prompt
-from moechat.models.model_outline import outline_model
+from moechat.models.outlining import outline_model
 from moechat.models.skeleton import Skeleton, build_skeleton
 from moechat.models.state_probe import states_carry
+from moechat.sizes.footprint import one_pass_bytes
 
 CARRIES = [
     "qwen3_next",
@@ -103,6 +103,6 @@ def test_the_memory_of_a_part_is_counted_and_not_that_of_a_prompt_as_long_as_the
 ) -> None:
     monkeypatch.setattr(skeleton_module, "carry_scan_states", lambda _: None)
     outline = outline_model(CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4), torch.float32, dense_bits=16)
-    assert outline.workspace(32768, on_gpu=False) < one_pass_bytes(outline.config, torch.float32, 32768) / 8
+    assert outline.workspace(32768, on_gpu=False) < one_pass_bytes(outline.sizes, 4, 32768) / 8
     in_one = outline_model(tiny_family("jamba"), torch.float32, dense_bits=16)
     assert in_one.workspace(8192, on_gpu=False) > 1.9 * (in_one.workspace(4096, on_gpu=False) - (32 << 20))

@@ -9,7 +9,7 @@ import torch
 from families import tiny_family
 from tiny import CASES, SHAPES, UNLISTED, tiny_config
 
-from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.attention_cache import cache_shape, new_cache
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode import install_native_modules
 from moechat.models.skeleton import EXPERTS_RUNNER, Skeleton, build_skeleton
@@ -17,6 +17,7 @@ from moechat.models.threads import make_thread_invariant, thread_invariant_pass
 from moechat.models.wave_chunks import NotInWavesError
 from moechat.models.waves import Waves
 from moechat.offload.experts import IMPLEMENTATION, register
+from moechat.sizes.cache_shape import CacheShape
 
 CPU = torch.device("cpu")
 FAMILIES = [
@@ -73,7 +74,7 @@ class Subject:
             runner.tokens.clear()
 
     def cache(self, tokens: int = 80) -> Any:
-        return self.shape.new(self.model.config, tokens)
+        return new_cache(self.shape, self.model.config, tokens)
 
     def one_by_one(self, chunks: list[torch.Tensor], cache: Any) -> list[torch.Tensor]:
         found = []

@@ -110,7 +110,7 @@ def prefilled(engine: Engine, tokens: int) -> Any:
 
 
 def test_a_cache_that_does_not_take_a_token_natively_is_computed_by_its_layer(engine: Engine) -> None:
-    full, empty = engine.loaded.cache.new(engine.loaded.model.config, 8), engine.decoder.new_cache()
+    full, empty = engine.loaded.new_cache(8), engine.decoder.new_cache()
     engine.decoder.step(torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]]), full)  # its memory is full
     others = deepcopy([full, empty])
     rows = engine.passes.run_together([3, 4], [full, empty])

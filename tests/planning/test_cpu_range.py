@@ -14,6 +14,7 @@ import moechat
 from moechat.cli.commands.plan import render
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.options import LoadOptions
+from moechat.outline import find_outline
 from moechat.planning import Plan
 from moechat.planning.cases import Cases
 from moechat.planning.cpu_range import CpuRange
@@ -77,18 +78,16 @@ def test_a_brief_plan_has_the_figures_of_the_whole_one(
     assert brief == expected
 
 
-def test_only_a_plan_writes_results_of_trials_and_speeds_read_them(
+def test_only_a_plan_keeps_the_outline_and_speeds_read_it(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.models import model_outline
-
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
     before = expect(config, profile=machine(8, 20, 60), vram="830M")
-    brief_plan(config, profile=machine(8, 20, 60), vram="830M", keep_trial=False)
+    brief_plan(config, profile=machine(8, 20, 60), vram="830M", keep_outline=False)
     assert not (tmp_path / "home").exists()
     moechat.plan(config, profile=machine(8, 20, 60), vram="830M")
-    assert len(list((tmp_path / "home" / "cache" / "trials").iterdir())) == 1
-    monkeypatch.setattr(model_outline, "cache_shape", lambda *_, **__: pytest.fail("a trial was run"))
+    assert len(list((tmp_path / "home" / "cache" / "outlines").iterdir())) == 1
+    monkeypatch.setattr(find_outline, "count_outline", lambda *_: pytest.fail("the model was counted"))
     assert expect(config, profile=machine(8, 20, 60), vram="830M") == before
 
 

@@ -16,6 +16,9 @@ from tiny import tiny_config
 
 import moechat
 from moechat import _native
+from moechat.budget import tier_targets
+from moechat.budget.knowledge import gather
+from moechat.budget.memory_plan import plan_memory
 from moechat.cli.commands.plan import render
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.systems import SYSTEMS, settings_of
@@ -31,10 +34,7 @@ from moechat.hardware.memory import resident_bytes
 from moechat.hardware.profile import Figure, ModelTimes
 from moechat.hardware.profile_file import reference_names
 from moechat.hardware.times_file import TimesKey, save_times
-from moechat.offload import planner
-from moechat.offload.budget import plan_memory
 from moechat.offload.host import HostPlacement
-from moechat.offload.knowledge import gather
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.options import LoadOptions
 from moechat.planning import Plan
@@ -317,7 +317,7 @@ def test_loading_takes_what_the_plan_shows(
 def test_mixtral_fits_desktop_gpus_and_fewer_dense_bits_leave_more_for_experts(
     vram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moechat.offload.budget._WAVE_SHARE", 0)  # waves are longer where more is left
+    monkeypatch.setattr("moechat.budget.memory_plan._WAVE_SHARE", 0)  # waves are longer where more is left
     plans = {
         bits: moechat.plan("mixtral", vram=vram, profile=desktop(vram=vram), ctx=4096, dense_bits=bits)
         for bits in (16, 8, 4)
@@ -379,7 +379,7 @@ def test_a_failed_allocation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("a flaw")
 
-    monkeypatch.setattr(planner, "allocate", fail)
+    monkeypatch.setattr(tier_targets, "allocate", fail)
     made = moechat.plan("mixtral", profile=desktop(gpu=False, ram=16 * GIB))
     assert len(made.layers) == 32
     assert made.speed is not None

@@ -18,12 +18,13 @@ import torch
 from transformers import AutoConfig
 
 from moechat.hardware.memory import give_back_unused, peak_resident_bytes, resident_bytes
-from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.footprint import counted_bytes, prefill_chunk, wave_bytes, workspace_bytes
+from moechat.models.attention_cache import cache_shape
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.skeleton import Skeleton, build_skeleton
 from moechat.models.waves import Waves
 from moechat.offload.experts import IMPLEMENTATION, attach, register
+from moechat.sizes.cache_shape import CacheShape
+from moechat.sizes.footprint import PassSizes, counted_bytes, prefill_chunk, wave_bytes, workspace_bytes
 
 Figures = tuple[int, int, int, int]
 
@@ -51,14 +52,15 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
     for entry in skeleton.experts:
         attach(entry.module, Experts())  # type: ignore[arg-type]
     shape = cache_shape(model, model.config, dtype, bits=bits)
-    chunk, live = prefill_chunk(model.config), 0
+    sizes = PassSizes.of(model.config)
+    chunk, live = prefill_chunk(sizes), 0
     if shape.has_states:
         chunk, live = part_of_prompt(skeleton, chunk, in_parts=True)
         assert shape.unlimited
 
     def estimate(tokens: int, held: int) -> int:
-        counted = counted_bytes(model.config, live * tokens // chunk) if live else 0
-        return max(workspace_bytes(model.config, dtype, tokens, held), counted)
+        counted = counted_bytes(sizes, live * tokens // chunk) if live else 0
+        return max(workspace_bytes(sizes, dtype.itemsize, tokens, held), counted)
 
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -95,7 +97,7 @@ def measure_wave(
     Path("/proc/self/clear_refs").write_text("5")
     waves.run(chunks, cache, logits_to_keep=1)
     measured = peak_resident_bytes() - before - shape.nbytes(context)
-    wave = wave_bytes(config, dtype, context, context, top_k=2, on_gpu=False)
+    wave = wave_bytes(PassSizes.of(config), dtype.itemsize, context, context, top_k=2, on_gpu=False)
     return context, context, measured, of_pass + wave
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moechat.budget.knowledge import Knowledge, assumed_costs, defaults
+from moechat.budget.tier_targets import expected_seconds, plan_tier
 from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
-from moechat.offload.knowledge import Knowledge, assumed_costs, defaults
 from moechat.offload.observed import Observed, observed_costs
-from moechat.offload.planner import expected_seconds, plan_tier
 
 # Qwen3-30B-A3B.
 GEOMETRY = ExpertGeometry(2048, 768, 128, 4)

@@ -73,14 +73,14 @@ def _check_before_loading(command: BenchCommand, options: BenchOptions) -> None:
         MoechatError: The trace cannot be read, or the tokens exceed the shape's context.
     """
     from moechat.bench.synthetic_models import load_shape
-    from moechat.models.assets import context_length
     from moechat.routing import Trace
+    from moechat.sizes.context_length import context_length, stated_context
 
     if options.routing is not None:
         Trace.read(options.routing)
     if command.synthetic is not None:
         shape = load_shape(command.synthetic, layers=command.layers, vocabulary=command.vocabulary)
-        options.check_context(context_length(shape.config, None))
+        options.check_context(context_length(stated_context(shape.config), None))
 
 
 def _options(command: BenchCommand) -> BenchOptions:

@@ -59,8 +59,9 @@ def _directory(ref: ModelRef) -> Iterator[Path]:
 
 def _counted(directory: Path, name: str, text: str, *, chat: bool) -> tuple[int, int]:
     """Tokens of a text, and the context that the model was made for."""
-    from moechat.models.assets import context_length, load_tokenizer
-    from moechat.models.model_outline import read_config
+    from moechat.models.assets import load_tokenizer
+    from moechat.models.outlining import read_config
+    from moechat.sizes.context_length import context_length, stated_context
 
     tokenizer = load_tokenizer(directory)
     if not chat:
@@ -72,4 +73,4 @@ def _counted(directory: Path, name: str, text: str, *, chat: bool) -> tuple[int,
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    return len(encoded["input_ids"]), context_length(read_config(directory), None)
+    return len(encoded["input_ids"]), context_length(stated_context(read_config(directory)), None)

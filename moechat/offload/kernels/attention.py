@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from moechat.budget.gpu_sizes import ATTENTION_PROGRAMS, ATTENTION_SUMS
 from moechat.models.packed_rows import ROW_TYPE, row_bytes
 from moechat.offload.kernels import triton_attention
 from moechat.offload.kernels.launch import Kernel
-from moechat.offload.limits import ATTENTION_PROGRAMS, ATTENTION_SUMS
 
 INTERPRETED = isinstance(triton_attention.attend, InterpretedFunction)
 # Most query tokens of a pass.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from moechat.budget.gpu_sizes import few_splits, takes_few
 from moechat.geometry import BLOCK_NEURONS, ExpertGeometry
 from moechat.offload.kernels import triton_blocks, triton_few, triton_kept_blocks, triton_kept_few
 from moechat.offload.kernels.block_constants import BlockConstants
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.kept_form import kept_constants, value_table
 from moechat.offload.kernels.triton_kept_codes import IQ4
-from moechat.offload.limits import few_splits, takes_few
 
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
 # Of a program for few tokens: eight warps read 16 groups of 64 neurons' inputs, then 1024 or 2048 outputs, at

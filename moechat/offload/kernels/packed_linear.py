@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from moechat import _native
+from moechat.budget.gpu_sizes import FEW_TOKENS
 from moechat.geometry import GROUP_SIZE
 from moechat.offload.kernels import triton_kept, triton_linear
 from moechat.offload.kernels.kept_form import kept_constants, value_table
 from moechat.offload.kernels.launch import Kernel
-from moechat.offload.limits import FEW_TOKENS
 
 _TILE = 16
 # Rows of a program.
@@ -35,7 +35,7 @@ class Strips:
     """Memory for unpacked weights, which all layers of a model use in turn.
 
     Args:
-        nbytes: See :func:`moechat.models.dense_form.unpacked_bytes`.
+        nbytes: See :func:`moechat.sizes.dense_sizes.DenseSizes.unpacked_bytes`.
         device: The GPU.
 
     Raises:

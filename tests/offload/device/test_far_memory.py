@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 import moechat
 from moechat import _native
+from moechat.budget.held_experts import HOST_BYTES, choose_experts
 from moechat.errors import MoechatWarning
 from moechat.offload import pinning
-from moechat.offload.far_choice import HOST_BYTES, choose_experts
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.settings import OffloadOptions
 from moechat.store.store import Store

@@ -14,10 +14,10 @@ from plan_support import desktop
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
+from moechat.budget.gpu_sizes import CONTEXT_BYTES
+from moechat.budget.held_experts import HOST_BYTES
+from moechat.budget.memory_plan import Part
 from moechat.hardware.memory import resident_bytes
-from moechat.offload.budget import Part
-from moechat.offload.far_choice import HOST_BYTES
-from moechat.offload.limits import CONTEXT_BYTES
 from moechat.offload.settings import OffloadOptions
 from moechat.options import LoadOptions
 from moechat.planning import Plan

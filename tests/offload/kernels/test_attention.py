@@ -283,7 +283,7 @@ def test_new_tokens_are_packed_as_on_the_cpu(dtype: torch.dtype) -> None:
 def test_a_launch_fits_the_counted_memory(
     shape: AttentionShape, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.offload.limits import ATTENTION_PROGRAMS, ATTENTION_SUMS
+    from moechat.budget.gpu_sizes import ATTENTION_PROGRAMS, ATTENTION_SUMS
 
     monkeypatch.undo()
     launch = Launch.of(shape, tokens, tensor_cores=True)

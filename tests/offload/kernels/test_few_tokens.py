@@ -8,10 +8,10 @@ pytest.importorskip("triton")
 
 from kernel_support import DEVICE, GpuCall, int32
 
+from moechat.budget.gpu_sizes import FEW_SUMS, takes_few
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels, Shape
-from moechat.offload.limits import FEW_SUMS, takes_few
 
 
 def geometry(hidden: int, neurons: int) -> ExpertGeometry:

@@ -13,7 +13,7 @@ from kept_support import DENSE_ENCODINGS, file_rows
 from kernel_support import DEVICE
 
 from moechat import _native
-from moechat.models.dense_form import DenseForm, unpacked_bytes
+from moechat.models.dense_form import DenseForm
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips
 
 TOKENS = (1, 3, 8, 9, 40)
@@ -161,7 +161,7 @@ def test_infinity_and_nan_affect_only_their_token() -> None:
 def test_the_strip_memory_is_bounded_and_fits_every_matrix() -> None:
     def taken(*shapes: tuple[int, int], itemsize: int = 2, bits: int = 4) -> int:
         form = DenseForm(bits, 16, linears={str(shape): shape for shape in shapes})
-        return unpacked_bytes(form, itemsize)
+        return form.sizes.unpacked_bytes(itemsize)
 
     assert taken((4096, 4096), (1024, 4096)) == 32 << 20
     assert taken((1 << 17, 8192), itemsize=4) == 32 << 20

@@ -19,10 +19,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from moechat.models.attention_cache import PREFILL_CHUNK, CacheShape
-from moechat.models.layer_configs import different_configs
+from moechat.sizes.cache_shape import PREFILL_CHUNK, CacheShape
+from moechat.sizes.layer_configs import different_configs
 
 # Memory kept by the allocator, set up by the BLAS library at its first use, alignment, and small tensors that
 # are not in the formula.
@@ -44,27 +42,48 @@ _POPULAR = 2
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Sizes in a configuration that determine the tensors of a pass."""
+class PassSizes:
+    """Sizes in a configuration that determine the tensors of a pass.
+
+    Attributes:
+        hidden: Of the hidden states.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+        query: Dimensions of a query or key.
+        value: Dimensions of a value.
+        latent: Keys and values of all heads are expanded from one vector per token.
+        intermediate: Of the widest dense part.
+        experts: In a layer.
+        vocabulary: Tokens.
+        index_heads: Of an indexer, which scores all pairs of tokens; 0: none.
+        index_dim: Its dimensions.
+        chosen: Tokens that it chooses for each.
+        streams: Of hidden states.
+        compressed: Fewest tokens that an entry of the cache stands for; 1: keys are not compressed.
+        window: Of the keys that are not, where others are.
+        eager: The family's own attention is used, which materialises scores.
+    """
 
     hidden: int
     heads: int
     kv_heads: int
-    query: int  # dimensions of a query or key
+    query: int
     value: int
-    latent: bool  # keys and values of all heads are expanded from one vector per token
+    latent: bool
     intermediate: int
     experts: int
     vocabulary: int
-    index_heads: int  # of an indexer, which scores all pairs of tokens; 0: none
+    index_heads: int
     index_dim: int
-    chosen: int  # tokens that it chooses for each
-    streams: int  # of hidden states
-    compressed: int  # fewest tokens that an entry of the cache stands for; 1: keys are not compressed
-    window: int  # of the keys that are not, where others are
+    chosen: int
+    streams: int
+    compressed: int
+    window: int
+    eager: bool
 
     @classmethod
-    def of(cls, config: Any) -> _Sizes:
+    def of(cls, config: Any) -> PassSizes:
+        """The sizes in transformers' configuration of a model."""
         text = config.get_text_config()
         layers = different_configs(text)
 
@@ -98,7 +117,16 @@ class _Sizes:
             streams=number("hc_mult", default=1),
             compressed=min((getattr(text, "compress_rates", None) or {"none": 1}).values()),
             window=number("sliding_window", default=0),
+            eager=str(getattr(text, "_attn_implementation", None)).removeprefix("moechat-") == "eager",
         )
+
+    @property
+    def score_copies(self) -> float:
+        """Number of score tensors ``[heads, tokens, context]`` that attention materialises at a time."""
+        if self.eager:
+            return 3.1
+        # torch's fused kernel needs values of the same size as keys.
+        return 2.0 if self.query != self.value else 0.0
 
     def keys(self, tokens: int, context: int) -> int:
         """Most keys that a layer attends to in a pass of so many tokens."""
@@ -107,30 +135,15 @@ class _Sizes:
         return min(context, self.window + tokens + -(-context // self.compressed))
 
 
-def score_copies(config: Any) -> float:
-    """Number of score tensors ``[heads, tokens, context]`` that attention materialises at a time."""
-    sizes = _Sizes.of(config)
-    if _is_eager(config):
-        return 3.1
-    # torch's fused kernel needs values of the same size as keys.
-    return 2.0 if sizes.query != sizes.value else 0.0
-
-
-def _is_eager(config: Any) -> bool:
-    named = getattr(config.get_text_config(), "_attn_implementation", None)
-    return str(named).removeprefix("moechat-") == "eager"
-
-
-def prefill_chunk(config: Any) -> int:
+def prefill_chunk(sizes: PassSizes) -> int:
     """Tokens per pass of a prompt that may be computed in parts.
 
     Less than :data:`PREFILL_CHUNK` for models with many heads whose attention, or whose indexer, materialises
     scores. It depends only on the model, so that the rounding of a prompt's logits does not depend on a
     budget.
     """
-    sizes = _Sizes.of(config)
     # Scores of an indexer are in float32, so its heads count twice.
-    heads = max(sizes.heads if score_copies(config) else 0, 2 * sizes.index_heads)
+    heads = max(sizes.heads if sizes.score_copies else 0, 2 * sizes.index_heads)
     if heads == 0:
         return PREFILL_CHUNK
     wanted = min(PREFILL_CHUNK, max(64, _MOST_SCORES // heads))
@@ -151,7 +164,7 @@ def pass_tokens(chunk: int, shape: CacheShape, context: int) -> int:
 
 
 def workspace_bytes(
-    config: Any, dtype: torch.dtype, tokens: int, context: int, *, on_gpu: bool = False
+    sizes: PassSizes, itemsize: int, tokens: int, context: int, *, on_gpu: bool = False
 ) -> int:
     """Upper estimate of the memory of a pass besides weights, attention cache and the kernels' scratch.
 
@@ -163,8 +176,8 @@ def workspace_bytes(
     rest, with a family's own attention on a CPU 64 MiB.
 
     Args:
-        config: The model's configuration.
-        dtype: Type of the activations.
+        sizes: Of the model.
+        itemsize: Bytes of an activation.
         tokens: Tokens of the pass.
         context: Tokens in the attention cache at its end.
         on_gpu: The pass runs on a GPU, whose memory has no such holes.
@@ -172,43 +185,42 @@ def workspace_bytes(
     Returns:
         Bytes.
     """
-    sizes = _Sizes.of(config)
-    size = dtype.itemsize
     context = sizes.keys(tokens, context)
     queries = sizes.heads * sizes.query
-    attention = tokens * size * (5 * sizes.hidden + 4 * queries + 6 * sizes.kv_heads * sizes.query)
+    attention = tokens * itemsize * (5 * sizes.hidden + 4 * queries + 6 * sizes.kv_heads * sizes.query)
     if sizes.latent:
-        attention = tokens * size * (5 * sizes.hidden + 4 * queries)
+        attention = tokens * itemsize * (5 * sizes.hidden + 4 * queries)
         each = sizes.heads * (2 * sizes.value + 2 * sizes.query + (sizes.query + sizes.value) // 2)
     elif sizes.kv_heads < sizes.heads:
         each = 2 * queries
     else:
         each = 0
-    scores = score_copies(config) * sizes.heads * tokens * size
-    attention += int(context * (each * size + tokens * _MASK_BYTES + max(scores, _indexer(sizes, tokens))))
+    scores = sizes.score_copies * sizes.heads * tokens * itemsize
+    pairs = tokens * _MASK_BYTES + max(scores, _indexer(sizes, tokens))
+    attention += int(context * (each * itemsize + pairs))
     attention += 16 * tokens * min(sizes.chosen, context)
-    feed_forward = tokens * (size * (3 * sizes.hidden + 4 * sizes.intermediate) + 8 * sizes.hidden)
+    feed_forward = tokens * (itemsize * (3 * sizes.hidden + 4 * sizes.intermediate) + 8 * sizes.hidden)
     feed_forward += tokens * 24 * sizes.experts
     logits = 8 * sizes.vocabulary
-    largest = max(attention, feed_forward) + _stream_bytes(sizes, tokens, size)
-    holes = _EAGER_HOLES if _is_eager(config) and not on_gpu else 0
+    largest = max(attention, feed_forward) + _stream_bytes(sizes, tokens, itemsize)
+    holes = _EAGER_HOLES if sizes.eager and not on_gpu else 0
     return int(_SLACK_FACTOR * largest) + logits + _SLACK_BYTES + holes
 
 
-def _indexer(sizes: _Sizes, tokens: int) -> int:
+def _indexer(sizes: PassSizes, tokens: int) -> int:
     """Bytes for each token of the context: two scores of each head and their sums in float32, and keys."""
     if not sizes.index_heads:
         return 0
     return 4 * tokens * (2 * sizes.index_heads + 4) + 8 * sizes.index_dim
 
 
-def _stream_bytes(sizes: _Sizes, tokens: int, size: int) -> int:
+def _stream_bytes(sizes: PassSizes, tokens: int, size: int) -> int:
     """Hidden states in several streams: two tensors of the model's type, three in float32."""
     return tokens * sizes.streams * sizes.hidden * (2 * size + 12) if sizes.streams > 1 else 0
 
 
 def wave_bytes(
-    config: Any, dtype: torch.dtype, tokens: int, context: int, *, top_k: int, on_gpu: bool
+    sizes: PassSizes, itemsize: int, tokens: int, context: int, *, top_k: int, on_gpu: bool
 ) -> int:
     """Memory of a wave (:mod:`moechat.models.waves`) beyond that of a pass of one of its chunks.
 
@@ -218,8 +230,8 @@ def wave_bytes(
     sums. The experts' workspace on a GPU is not among it.
 
     Args:
-        config: The model's configuration.
-        dtype: Type of the activations.
+        sizes: Of the model.
+        itemsize: Bytes of an activation.
         tokens: Tokens of the wave.
         context: Tokens in the attention cache at its end.
         top_k: Experts of a token.
@@ -228,57 +240,52 @@ def wave_bytes(
     Returns:
         Bytes.
     """
-    sizes = _Sizes.of(config)
-    size = dtype.itemsize
     # Streams are mixed before and after each part of a layer.
     kept = 4 if sizes.streams == 1 else sizes.streams + 5
-    token = kept * size * sizes.hidden + 8 * sizes.experts + 16 * top_k + 8 * sizes.query
+    token = kept * itemsize * sizes.hidden + 8 * sizes.experts + 16 * top_k + 8 * sizes.query
     token += 8 * min(sizes.chosen, context)
     rows = 0
     if not on_gpu:
-        token += 8 * sizes.hidden if size < torch.float32.itemsize else 0
+        token += 8 * sizes.hidden if itemsize < 4 else 0
         of_one = tokens * min(1.0, _POPULAR * top_k / sizes.experts) * 4 * sizes.hidden
         rows = 2 * max(0, int(of_one) - _SUM_BYTES)
     # Masks are numbers where scores are materialised by the family's own code.
-    mask = size if score_copies(config) > 2 else 1
-    masks = 2 * min(tokens, prefill_chunk(config)) * context * mask
+    mask = itemsize if sizes.score_copies > 2 else 1
+    masks = 2 * min(tokens, prefill_chunk(sizes)) * context * mask
     return int(_SLACK_FACTOR * (tokens * token + masks)) + rows
 
 
-def counted_bytes(config: Any, live: int) -> int:
+def counted_bytes(sizes: PassSizes, live: int) -> int:
     """Upper estimate of the memory of a pass whose tensors were counted (:mod:`moechat.models.live_bytes`).
 
     Args:
-        config: The model's configuration.
+        sizes: Of the model.
         live: Most bytes of activations that are alive at a time.
     """
-    return int(_SLACK_FACTOR * live) + 8 * _Sizes.of(config).vocabulary + _SLACK_BYTES
+    return int(_SLACK_FACTOR * live) + 8 * sizes.vocabulary + _SLACK_BYTES
 
 
-def split_sums(config: Any, programs: int, most: int) -> int:
+def split_sums(sizes: PassSizes, programs: int, most: int) -> int:
     """Most bytes that the attention of a token writes where its keys are divided among programs.
 
     Args:
-        config: The model's configuration.
+        sizes: Of the model.
         programs: Number of programs, each with the query heads of one head of keys.
         most: Most float32 sums of a program.
     """
-    sizes = _Sizes.of(config)
     # Latents are keys and values of one head.
     each = most if sizes.latent else min(most, -(-sizes.heads // sizes.kv_heads) * sizes.value)
     return 4 * programs * each
 
 
-def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
+def one_pass_bytes(sizes: PassSizes, itemsize: int, context: int) -> int:
     """As :func:`workspace_bytes`, for a family whose prompts are computed in one pass.
 
     Such families keep states instead of keys; computing those is estimated as three times attention.
     """
-    sizes = _Sizes.of(config)
-    size = dtype.itemsize
     widest = max(5 * sizes.hidden + 10 * sizes.heads * max(sizes.query, 128), 4 * sizes.intermediate)
-    scores = score_copies(config) * sizes.heads * context * size
-    return int(3 * context * size * widest + context * scores) + 8 * sizes.vocabulary + _SLACK_BYTES
+    scores = sizes.score_copies * sizes.heads * context * itemsize
+    return int(3 * context * itemsize * widest + context * scores) + 8 * sizes.vocabulary + _SLACK_BYTES
 
 
 def scratch_bytes(hidden_size: int, blocks: int, top_k: int, tokens: int) -> int:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moechat.budget.memory_plan import MEBI, MemoryPlan, Needs, automatic_budget, least_budget, plan_memory
 from moechat.errors import DoesNotFitError
-from moechat.offload.budget import MEBI, MemoryPlan, Needs, automatic_budget, least_budget, plan_memory
 
 NEEDS = Needs(
     base=400 * MEBI,

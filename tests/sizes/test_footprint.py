@@ -7,17 +7,16 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from places import SUPPORT
 from tiny import tiny_config
 from transformers import AutoConfig
 
-from moechat.models.attention_cache import PREFILL_CHUNK, CacheShape
-from moechat.models.footprint import (
+from moechat.sizes.cache_shape import PREFILL_CHUNK, CacheShape
+from moechat.sizes.footprint import (
+    PassSizes,
     one_pass_bytes,
     pass_tokens,
     prefill_chunk,
-    score_copies,
     scratch_bytes,
     workspace_bytes,
 )
@@ -172,34 +171,30 @@ def test_the_estimate_is_above_the_measured_peak_and_not_far(bits: int, states: 
 
 
 def test_parts_are_shorter_where_scores_are_held() -> None:
-    assert prefill_chunk(tiny_config("qwen3_moe")) == PREFILL_CHUNK
+    assert prefill_chunk(PassSizes.of(tiny_config("qwen3_moe"))) == PREFILL_CHUNK
     eager = AutoConfig.for_model("gpt_oss", num_attention_heads=64)
     eager._attn_implementation = "eager"
-    assert score_copies(eager) > 3
-    assert prefill_chunk(eager) == 256
+    assert PassSizes.of(eager).score_copies > 3
+    assert prefill_chunk(PassSizes.of(eager)) == 256
     latent = AutoConfig.for_model("deepseek_v2", **LATENT)
-    assert score_copies(latent) == 2
-    assert prefill_chunk(latent) == PREFILL_CHUNK
+    assert PassSizes.of(latent).score_copies == 2
+    assert prefill_chunk(PassSizes.of(latent)) == PREFILL_CHUNK
     many = AutoConfig.for_model("deepseek_v2", **{**LATENT, "num_attention_heads": 128})
-    assert prefill_chunk(many) == 128
+    assert prefill_chunk(PassSizes.of(many)) == 128
 
 
 def test_a_family_in_one_pass_takes_a_whole_context() -> None:
-    config = tiny_config("qwen3_moe")
+    sizes = PassSizes.of(tiny_config("qwen3_moe"))
     parts = CacheShape(True, True, 10_000, 0, ())
     assert pass_tokens(256, parts, 200) == 200
     assert pass_tokens(256, parts, 10_000) == 256
     assert pass_tokens(256, parts, 10_001) == 10_001
-    assert one_pass_bytes(config, torch.float32, 8000) > workspace_bytes(config, torch.float32, 1024, 8000)
+    assert one_pass_bytes(sizes, 4, 8000) > workspace_bytes(sizes, 4, 1024, 8000)
 
 
 def test_figures_grow_with_what_they_depend_on() -> None:
-    config = tiny_config("qwen3_moe")
-    assert workspace_bytes(config, torch.float32, 1024, 9000) > workspace_bytes(
-        config, torch.float32, 1024, 8000
-    )
-    assert workspace_bytes(config, torch.bfloat16, 1024, 9000) < workspace_bytes(
-        config, torch.float32, 1024, 9000
-    )
+    sizes = PassSizes.of(tiny_config("qwen3_moe"))
+    assert workspace_bytes(sizes, 4, 1024, 9000) > workspace_bytes(sizes, 4, 1024, 8000)
+    assert workspace_bytes(sizes, 2, 1024, 9000) < workspace_bytes(sizes, 4, 1024, 9000)
     assert scratch_bytes(2048, 16, 8, 1) < MEBI
     assert 30 * MEBI < scratch_bytes(4096, 224, 8, 100_000) <= 110 * MEBI + 64 * 800_000

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import one_gpu_here
 
+from moechat.budget.knowledge import Knowledge, gather
 from moechat.configurator.estimate import ModelShape, costs_of
 from moechat.errors import MoechatWarning
 from moechat.hardware import identity as identity_room
@@ -17,7 +18,6 @@ from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import Measurement, save_measurement
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.hardware.profile_file import reference_profile
-from moechat.offload.knowledge import Knowledge, gather
 
 SHAPE = ModelShape(
     layers=2,

@@ -3,43 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from moechat.models.skeleton import ExpertsModule, Skeleton
+from moechat.sizes.dense_sizes import DenseWeights
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    """Number of dense (non-expert) weights, by part of the model.
-
-    Attributes:
-        attention: Attention (or a family's replacement for it) and norms of all layers.
-        shared: Shared experts.
-        routers: Routers of all layers.
-        feed_forward: Feed-forward parts of layers without routed experts.
-        embedding: Token embedding; 0 if it is tied to the head.
-        head: Final norm, head, and all other weights outside the layers.
-    """
-
-    attention: int
-    shared: int
-    routers: int
-    feed_forward: int
-    embedding: int
-    head: int
-
-    @property
-    def in_layers(self) -> int:
-        """Weights between the embedding and the final norm."""
-        return self.attention + self.shared + self.routers + self.feed_forward
-
-    @property
-    def total(self) -> int:
-        """All dense weights."""
-        return self.in_layers + self.embedding + self.head
 
 
 def count_dense_weights(skeleton: Skeleton) -> DenseWeights:

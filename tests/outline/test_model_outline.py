@@ -7,8 +7,8 @@ import torch
 from tiny import SHAPES, tiny_config
 from transformers import AutoModelForCausalLM
 
-from moechat.hub.known_shapes import shape_names
-from moechat.models.model_outline import known_config, outline_model
+from moechat.models.outlining import headers_of, known_config, outline_model, outline_skeleton
+from moechat.models.skeleton import build_skeleton
 
 CASES = [(family, len(shapes) - 1) for family, shapes in SHAPES.items()]
 
@@ -16,12 +16,15 @@ CASES = [(family, len(shapes) - 1) for family, shapes in SHAPES.items()]
 @pytest.mark.parametrize(("family", "number"), CASES)
 def test_an_outline_counts_what_the_model_has(family: str, number: int) -> None:
     config = tiny_config(family, number)
-    outline = outline_model(config, torch.float32, dense_bits=16)
+    skeleton = build_skeleton(config, torch.float32)
+    outline, form = outline_skeleton(
+        skeleton, torch.float32, dense_bits=16, source=headers_of(skeleton, "BF16")
+    )
     real = AutoModelForCausalLM.from_config(tiny_config(family, number), dtype=torch.float32)
     experts = {name: tensor.numel() for name, tensor in real.named_parameters() if ".experts." in f".{name}."}
     shared = sum(size for name, size in experts.items() if "shared" in name)
     routed = sum(experts.values()) - shared
-    layers, entry = len(outline.expert_layers), outline.experts[0]
+    layers, entry = len(outline.expert_layers), outline.experts
     assert layers * entry.num_experts * outline.expert_weights == routed
     dense = sum(tensor.numel() for tensor in real.parameters()) - routed
     assert outline.dense.total == dense
@@ -29,7 +32,7 @@ def test_an_outline_counts_what_the_model_has(family: str, number: int) -> None:
     assert 0 < outline.active_parameters <= outline.parameters
     sizes = sum(tensor.nbytes for tensor in real.parameters()) + sum(t.nbytes for t in real.buffers())
     # Two bytes of four where the stored type is kept.
-    kept = sum(tensor.numel() for name, tensor in real.named_parameters() if name in outline.form.kept)
+    kept = sum(tensor.numel() for name, tensor in real.named_parameters() if name in form.kept)
     assert kept > 0
     assert outline.dense_bytes == sizes - 4 * routed - 2 * kept
     assert outline.dense.routers >= layers * entry.num_experts * entry.hidden_size
@@ -68,12 +71,3 @@ def test_the_cache_is_as_large_as_a_real_one(family: str) -> None:
     assert held <= least
     if family != "gpt_oss":  # whose windows may grow by a part of a prompt before they are cut
         assert least <= 2.1 * held  # a layer's copy as it grows is counted too
-
-
-@pytest.mark.parametrize("name", shape_names())
-def test_known_shapes_have_exact_caches(name: str) -> None:
-    outline = outline_model(known_config(name), torch.bfloat16, dense_bits=16)
-    assert outline.cache.exact
-    text = outline.config.get_text_config()
-    assert outline.top_k == getattr(text, "num_experts_per_tok", None) or text.top_k_experts
-    assert outline.geometry(4).num_experts == outline.experts[0].num_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moechat.offload.far_choice import HOST_BYTES, choose_experts, experts_held
+from moechat.budget.held_experts import HOST_BYTES, choose_experts, experts_held
 
 
 def test_as_many_experts_are_held_as_fit_beside_the_process() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from moechat.budget.knowledge import Knowledge, tried
 from moechat.configurator.allocate import allocate
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.curves import RoutingCurves
@@ -20,7 +21,6 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
-from moechat.offload.knowledge import Knowledge, tried
 from moechat.simulate.run import Tier
 from moechat.simulate.strategy import Chosen, Strategy, choose_by_statistics, too_small_for_a_cache
 from moechat.simulate.timing import Launch

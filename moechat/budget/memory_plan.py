@@ -88,7 +88,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The bytes that a model takes; see :func:`moechat.offload.needs.memory_needs`.
+    """The bytes that a model takes; see :func:`moechat.budget.needs.memory_needs`.
 
     Attributes:
         base: The process, or the CUDA context, when the plan is made.

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moechat.configurator.estimate import ModelShape
-from moechat.geometry import ExpertGeometry
-from moechat.models.footprint import split_sums, workspace_bytes
-from moechat.models.model_outline import ModelOutline
-from moechat.offload.budget import Basis, Needs
-from moechat.offload.limits import (
+from moechat.budget.gpu_sizes import (
     ATTENTION_PROGRAMS,
     ATTENTION_SUMS,
     FEW_SUMS,
@@ -19,6 +14,11 @@ from moechat.offload.limits import (
     WORK_PAIRS,
     few_splits,
 )
+from moechat.budget.memory_plan import Basis, Needs
+from moechat.configurator.estimate import ModelShape
+from moechat.geometry import ExpertGeometry
+from moechat.sizes.footprint import split_sums, workspace_bytes
+from moechat.sizes.model_outline import ModelOutline
 
 # Tokens that a decoded token attends to, where its time is estimated.
 SPEED_CONTEXT = 1024
@@ -90,7 +90,7 @@ def memory_needs(
     """
     on_gpu = isinstance(memory, GpuMemory)
     # Routers in float32, for prediction: on the CPU they are the model's own where that computes in float32.
-    copies = outline.router_copies if on_gpu or outline.dtype.itemsize < 4 else 0
+    copies = outline.router_copies if on_gpu or outline.itemsize < 4 else 0
     replays = uses_graphs(outline, memory)
 
     def workspace(context: int) -> int:
@@ -100,8 +100,8 @@ def memory_needs(
         if replays:
             # A pass of one token in memory of its own, beside the memory of a prompt's passes. Its attention
             # reads the cache in place, so nothing grows with the context.
-            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, 1, on_gpu=True)
-            total += split_sums(outline.config, ATTENTION_PROGRAMS, ATTENTION_SUMS)
+            total += _GRAPH_BYTES + workspace_bytes(outline.sizes, outline.itemsize, 1, 1, on_gpu=True)
+            total += split_sums(outline.sizes, ATTENTION_PROGRAMS, ATTENTION_SUMS)
         return total
 
     def wave(tokens: int, context: int) -> int:
