@@ -55,4 +55,6 @@ def _has_family(model_type: str) -> bool:
     """Whether the installed transformers has a family; importing it to ask would take seconds."""
     spec = util.find_spec("transformers")
     places = None if spec is None else spec.submodule_search_locations
-    return any((Path(place) / "models" / model_type).is_dir() for place in places or ())
+    # The text part of a model that also takes pictures has its code beside the whole.
+    family = model_type.removesuffix("_text")
+    return any((Path(place) / "models" / family).is_dir() for place in places or ())

@@ -41,6 +41,9 @@ class ModelOutline:
         live: Most bytes of activations alive at a time in a pass of ``chunk`` tokens, but for attention;
             0: not counted, because formulas give them.
         router_copies: Most bytes of the float32 copies of routers that prediction uses.
+
+    Raises:
+        ValueError: ``dtype`` is unknown.
     """
 
     model_type: str
@@ -58,6 +61,10 @@ class ModelOutline:
     chunk: int
     live: int
     router_copies: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_SIZES:
+            raise ValueError(f"{self.dtype} is no type of dense weights")
 
     @property
     def own_context(self) -> int:

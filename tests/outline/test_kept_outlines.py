@@ -1,4 +1,4 @@
-"""Outlines from the package and from the user's cache: those of a counted model, and no harm from other files."""
+"""Outlines from the package and the user's cache: those of a counted model, and no harm from other files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import SHAPES, tiny_config
 
+from moechat.errors import UsageError
 from moechat.hub.known_shapes import shape_names
 from moechat.models.outlining import known_config, outline_model
 from moechat.models.skeleton import build_skeleton
@@ -162,10 +163,9 @@ def test_any_change_of_a_value_is_refused_or_gives_an_outline(outline: ModelOutl
     place[key] = data.draw(_JSON)
     try:
         found = from_plain(ModelOutline, content)
-    except Exception as error:  # the reader takes these for a damaged file
-        assert isinstance(error, ValueError | kept_outlines.UsageError)
-    else:
-        assert to_plain(found) == to_plain(from_plain(ModelOutline, to_plain(found)))
+    except (ValueError, UsageError):  # the reader takes these for a damaged file
+        return
+    assert from_plain(ModelOutline, to_plain(found)) == found
 
 
 def test_other_inputs_and_other_code_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:

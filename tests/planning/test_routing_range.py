@@ -98,7 +98,7 @@ def test_recorded_tokens_narrow_the_range_until_none_is_left(
     demo = Cases(found, find_machine(desktop(), gpu=True), LoadOptions.parse({"vram": "4G"}))
     # Not those of ``demo``, to which other tests of this process may have added recorded tokens.
     sizes = (demo.shape.layers, demo.shape.experts, demo.shape.top_k)
-    counted = default_statistics(found.config.model_type, *sizes, policy=options.settings.policy)
+    counted = default_statistics(demo.outline.model_type, *sizes, policy=options.settings.policy)
     widths = []
     for tokens in (0, 400, 3999, 4000):
         seen = None

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from moechat.hardware.memory import give_back_unused, peak_resident_bytes, resident_bytes
-from moechat.models.attention_cache import cache_shape
+from moechat.models.attention_cache import cache_shape, new_cache
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.skeleton import Skeleton, build_skeleton
 from moechat.models.waves import Waves
@@ -52,22 +52,22 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
     for entry in skeleton.experts:
         attach(entry.module, Experts())  # type: ignore[arg-type]
     shape = cache_shape(model, model.config, dtype, bits=bits)
-    sizes = PassSizes.of(model.config)
-    chunk, live = prefill_chunk(sizes), 0
+    of_pass = PassSizes.of(model.config)
+    chunk, live = prefill_chunk(of_pass), 0
     if shape.has_states:
         chunk, live = part_of_prompt(skeleton, chunk, in_parts=True)
         assert shape.unlimited
 
     def estimate(tokens: int, held: int) -> int:
-        counted = counted_bytes(sizes, live * tokens // chunk) if live else 0
-        return max(workspace_bytes(sizes, dtype.itemsize, tokens, held), counted)
+        counted = counted_bytes(of_pass, live * tokens // chunk) if live else 0
+        return max(workspace_bytes(of_pass, dtype.itemsize, tokens, held), counted)
 
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(0.01)
     figures: list[Figures] = []
     with torch.inference_mode():
-        cache = shape.new(model.config, context)
+        cache = new_cache(shape, model.config, context)
         ids = torch.ones((1, 64), dtype=torch.int64)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         give_back_unused()
@@ -89,8 +89,8 @@ def measure_wave(
 ) -> Figures:
     model, config = skeleton.model, skeleton.model.config
     waves = Waves(model, skeleton.layers_name, [entry.module for entry in skeleton.experts])
-    assert waves.usable(lambda tokens: shape.new(config, tokens), torch.device("cpu"))
-    cache = shape.new(config, context)
+    assert waves.usable(lambda tokens: new_cache(shape, config, tokens), torch.device("cpu"))
+    cache = new_cache(shape, config, context)
     give_back_unused()
     before = resident_bytes()
     chunks = list(torch.split(torch.ones((1, context), dtype=torch.int64), chunk, dim=1))  # type: ignore[no-untyped-call]
