@@ -19,12 +19,14 @@ def api_key(host: str, variable: str = "") -> str:
         variable: The variable for this server; empty: :data:`VARIABLE`, which is for any server.
 
     Raises:
-        UsageError: The variable holds something that cannot be a key.
+        UsageError: The variable or the entry holds something that cannot be a key.
     """
     name = variable or VARIABLE
-    key = os.environ.get(name, "").strip() or _from_keyring(host)
+    key, place = os.environ.get(name, "").strip(), name
+    if not key:
+        key, place = _from_keyring(host).strip(), f"the keyring's entry for {host}"
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise UsageError(f"{name} holds no key: it has white space or other characters than ASCII")
+        raise UsageError(f"{place} holds no key: it has white space or other characters than ASCII")
     return key
 
 
