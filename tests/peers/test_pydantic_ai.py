@@ -1,4 +1,4 @@
-"""An agent of Pydantic AI over ``moechat serve``: it calls tools until it has its answer, streams, and stops."""
+"""An agent of Pydantic AI over ``moechat serve``: it calls tools until it has its answer, and streams."""
 
 from __future__ import annotations
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import keyring
 import pytest
-
-keyring = pytest.importorskip("keyring", reason="keyring is not installed")
-
 from keyring.backend import KeyringBackend
 from keyring.errors import KeyringLocked
 
