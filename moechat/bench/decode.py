@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +13,6 @@ from torch import nn
 from moechat.engine import Engine
 from moechat.offload.experts import ExpertCounters, ExpertLayer, RunsExperts, attach
 from moechat.store.store import Store
-
-
-@dataclass(frozen=True)
-class ExpertsPart:
-    """The experts module of one layer; a :class:`moechat.models.router_search.ExpertLayer`."""
-
-    name: str
-    module: nn.Module
-    num_experts: int
-    hidden_size: int
 
 
 class Bench:
@@ -43,16 +32,7 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.store: Store = engine.loaded.store
-        geometry = self.store.geometry
-        self.parts = [
-            ExpertsPart(
-                record.module,
-                engine.loaded.model.get_submodule(record.module),
-                geometry.num_experts,
-                geometry.hidden_size,
-            )
-            for record in self.store.layers
-        ]
+        self.parts = engine.loaded.named_parts()
         self.activation_bits = int(engine.loaded.form.activation_bits)
         self.vocabulary = engine.decoder.vocabulary
         self.seconds_in_experts = 0.0

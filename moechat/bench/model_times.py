@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.bench.decode import Bench, Decoding, ExpertsPart
+from moechat.bench.decode import Bench, Decoding
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, UnsupportedModelError
 from moechat.hardware.identity import this_machine
@@ -28,6 +28,7 @@ from moechat.hardware.memory import available_bytes
 from moechat.hardware.profile import Figure, ModelTimes
 from moechat.hardware.resident_pages import touched_pages
 from moechat.hardware.times_file import TimesKey
+from moechat.loading.model import ExpertsPart
 from moechat.offload.experts import ExpertCounters, ExpertLayer
 from moechat.store.store import Store
 

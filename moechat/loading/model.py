@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from moechat.budget.memory_plan import MemoryPlan
 from moechat.models.attention_cache import new_cache
@@ -42,6 +43,16 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """The experts module of one layer; a :class:`moechat.models.router_search.ExpertLayer`."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    hidden_size: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,14 @@ class LoadedModel:
     def top_k(self) -> int:
         """Experts of a token."""
         return self.outline.top_k
+
+    def named_parts(self) -> list[ExpertsPart]:
+        """The experts modules with their names and sizes, in order."""
+        geometry = self.store.geometry
+        return [
+            ExpertsPart(record.module, part, geometry.num_experts, geometry.hidden_size)
+            for record, part in zip(self.store.layers, self.parts, strict=True)
+        ]
 
     def map_experts(self) -> None:
         """Attach layers that compute the experts from the mapped store."""

@@ -79,6 +79,18 @@ class Router:
             logits = logits.softmax(dim=-1)
         return logits if self.correction is None else logits + self.correction
 
+    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Probabilities of the experts, float32 ``[tokens, experts]``, for inputs ``[tokens, hidden]``.
+
+        The softmax of the output; where the choice goes by a sigmoid, the scores divided by their sum, before
+        the correction.
+        """
+        logits = torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+        if self.scoring is Scoring.SIGMOID:
+            scores = logits.sigmoid()
+            return scores / scores.sum(dim=-1, keepdim=True)
+        return logits.softmax(dim=-1)
+
 
 def find_routers(model: nn.Module, experts: Iterable[ExpertLayer]) -> list[Router | None]:
     """The router of each expert layer.

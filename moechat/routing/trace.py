@@ -12,6 +12,7 @@ A trace is an ``.npz`` file (``numpy.savez``) without pickled objects, with thes
 - ``tokens``, integers ``[tokens]``: token ids. Optional.
 - ``prompt_lengths``, integers ``[sequences]``: number of leading rows of a sequence that are its prompt,
   computed in passes of many tokens; the rows after it are answers, one token per pass. Optional.
+- ``gates``, ``embedding_ids`` and ``embeddings``: see :mod:`moechat.routing.trace_gates`. Optional.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from moechat.atomic_file import replacing
 from moechat.errors import UsageError
+from moechat.routing.trace_gates import ARRAYS, MAX_GATES, TraceGates, gates_of
 
 # 1 GiB of int32: 10 million tokens with 27 choices each. A larger file is an error or an attack.
 MAX_CHOICES = 1 << 28
@@ -34,7 +36,7 @@ MAX_EXPERTS = 1 << 20
 _MAX_SEQUENCES = 1 << 24
 _ALIKE_CHUNK = 8192
 _NPY_HEADER_BYTES = 1 << 12
-_KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths")
+_KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths", *ARRAYS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Trace:
         weights: float16 ``[tokens, layers, k]`` weights of the routers, or ``None``.
         token_ids: int32 ``[tokens]``, or ``None``.
         prompt_lengths: int64 ``[sequences]``: leading rows of each sequence that are its prompt, or ``None``.
+        gates: Distributions of the routers, or ``None``.
 
     Raises:
         ValueError: Shapes or values contradict each other.
@@ -59,6 +62,7 @@ class Trace:
     weights: npt.NDArray[np.float16] | None = None
     token_ids: npt.NDArray[np.int32] | None = None
     prompt_lengths: npt.NDArray[np.int64] | None = None
+    gates: TraceGates | None = None
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or 0 in self.experts.shape:
@@ -91,6 +95,8 @@ class Trace:
         prompts = self.prompt_lengths
         if prompts is not None and ((prompts < 0) | (prompts > np.diff(self.offsets))).any():
             raise ValueError("prompt_lengths holds a number that is negative or more than its sequence has")
+        if self.gates is not None:
+            self.gates.require_shape(self.tokens, self.layers, self.num_experts)
 
     @property
     def tokens(self) -> int:
@@ -154,6 +160,8 @@ class Trace:
             arrays["tokens"] = self.token_ids
         if self.prompt_lengths is not None:
             arrays["prompt_lengths"] = self.prompt_lengths
+        if self.gates is not None:
+            arrays |= self.gates.arrays()
         with replacing(Path(path)) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
@@ -186,6 +194,7 @@ class Trace:
             None if self.weights is None else np.ascontiguousarray(self.weights[rows]),
             None if self.token_ids is None else self.token_ids[rows].copy(),
             prompts,
+            None if self.gates is None else self.gates.rows(rows),
         )
 
     def locality(self) -> float:
@@ -245,6 +254,9 @@ def _require_small(path: Path) -> None:
         "weights": 8 * MAX_CHOICES,
         "tokens": 8 * MAX_CHOICES,
         "prompt_lengths": 8 * _MAX_SEQUENCES,
+        "gates": 8 * MAX_GATES,
+        "embedding_ids": 8 * MAX_EXPERTS,
+        "embeddings": 8 * MAX_GATES,
     }
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -257,7 +269,9 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
     if "experts" not in arrays:
         raise ValueError("it has no array 'experts'")
     for name, array in arrays.items():
-        if name != "weights" and array.dtype.kind not in "iu":
+        if not isinstance(array, np.ndarray):  # numpy returns an entry that is no array as it is
+            raise ValueError(f"{name} is no array")
+        if name not in ("weights", *ARRAYS) and array.dtype.kind not in "iu":
             raise ValueError(f"{name} has type {array.dtype}, not integers")
     experts = arrays["experts"]
     if experts.ndim != 3 or 0 in experts.shape:
@@ -285,6 +299,7 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
         _weights(arrays),
         _integers(arrays, "tokens", np.int32),
         _integers(arrays, "prompt_lengths", np.int64),
+        gates_of(arrays),
     )
 
 

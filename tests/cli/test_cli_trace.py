@@ -130,6 +130,28 @@ def test_paged_experts_give_the_same_trace(at: Cli, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(mapped.weights, paged.weights)
 
 
+@pytest.mark.parametrize("pages", [(), ("--ram", "550M")])
+def test_the_recorded_distributions_choose_the_recorded_experts(at: Cli, pages: tuple[str, ...]) -> None:
+    name = write(at, "Tell me a story about a fox.\nWho are you?\n")
+    exact = ("--dtype", "float32", "--dense-bits", "16", "--activation-bits", "32")
+    result = at.run("trace", "demo", "--prompts", name, *ARGUMENTS, *exact, *pages, "--gates", "--json")
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["gates"] is True
+    trace = Trace.read(at.directory / "demo.trace.npz")
+    assert trace.gates is not None
+    # Rounded to float16, another expert may be as likely as the last chosen one.
+    last = np.sort(trace.gates.gates, axis=-1)[..., -trace.top_k]
+    chosen = np.take_along_axis(trace.gates.gates, trace.experts, axis=-1)
+    assert (chosen >= last[..., None]).mean() > 0.999
+    # Weights are the chosen experts' shares of their sum.
+    assert trace.weights is not None
+    shares = chosen.astype(float) / chosen.sum(axis=-1, keepdims=True, dtype=float)
+    np.testing.assert_allclose(trace.weights.astype(float), shares, atol=3e-3)
+    assert trace.token_ids is not None
+    assert trace.gates.embedding_ids.tolist() == sorted(set(trace.token_ids.tolist()))
+    assert trace.gates.embeddings.shape[1] == 192
+
+
 def test_completion_records_continued_texts(at: Cli) -> None:
     name = write(at, "Once upon a time\n")
     assert (

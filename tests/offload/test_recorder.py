@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from moechat.errors import UnsupportedModelError
+from moechat.errors import UnsupportedModelError, UsageError
+from moechat.models.router_search import Router, Scoring
+from moechat.offload import recorder as recording
 from moechat.offload.experts import attach
 from moechat.offload.recorder import RoutingRecorder
 
@@ -117,3 +119,49 @@ def test_routing_outside_the_range_of_a_trace_is_refused(index: list[list[int]],
         with pytest.raises(UnsupportedModelError, match=reason):
             recorder.end_sequence([0, 1], 1)
         assert recorder.rows == 0
+
+
+def test_distributions_of_the_routers_are_recorded_with_the_embeddings_of_the_tokens() -> None:
+    first, second = modules()
+    weight = torch.randn((8, 3), generator=torch.Generator().manual_seed(1))
+    table = torch.randn((40, 5), generator=torch.Generator().manual_seed(2))
+    recorder = RoutingRecorder(
+        [first, second], 8, routers=[Router(weight), None], embed=lambda ids: table[ids]
+    )
+    with recorder.attached():
+        for module in (first, second):
+            feed(module, [[0, 1], [2, 3]])
+        for module in (first, second):
+            feed(module, [[4, 5]])
+        recorder.forget(1, 2)
+        recorder.end_sequence([30, 10], 1)
+    trace = recorder.trace()
+    assert trace.gates is not None
+    expected = torch.nn.functional.linear(torch.ones(3), weight).softmax(0)
+    assert np.allclose(trace.gates.gates[:, 0], expected, atol=1e-3)
+    assert (trace.gates.gates[:, 1] == 0).all()  # its router is unknown
+    assert trace.gates.embedding_ids.tolist() == [10, 30]
+    assert np.allclose(trace.gates.embeddings, table[[10, 30]], atol=2e-3)
+
+
+def test_a_sigmoid_router_gives_shares_before_its_correction() -> None:
+    weight = torch.randn((4, 3), generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn((6, 3), generator=torch.Generator().manual_seed(2))
+    router = Router(weight, scoring=Scoring.SIGMOID, correction=torch.tensor([9.0, 0.0, 0.0, 0.0]))
+    scores = (hidden @ weight.T).sigmoid()
+    assert torch.allclose(router.distribution(hidden), scores / scores.sum(dim=1, keepdim=True))
+
+
+def test_more_distributions_than_a_trace_can_hold_are_refused_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (module,) = modules(1)
+    recorder = RoutingRecorder([module], 8, routers=[None], embed=lambda ids: torch.zeros((len(ids), 2)))
+    monkeypatch.setattr(recording, "MAX_GATES", 8 * 3)
+    with recorder.attached():
+        feed(module, [[0, 1], [2, 3]])
+        recorder.end_sequence([1, 2], 1)
+        feed(module, [[0, 1], [2, 3]])
+        with pytest.raises(UsageError, match="3 tokens of this model, and 4"):
+            recorder.end_sequence([1, 2], 1)
+    assert recorder.trace().tokens == 2

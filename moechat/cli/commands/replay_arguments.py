@@ -146,6 +146,14 @@ class TraceCommand(MemoryOptions):
             show_default=False,
         ),
     ] = None
+    gates: Annotated[
+        bool,
+        flag(
+            "Also record the probabilities that the routers give all experts, and the embeddings of the "
+            "tokens. A file with them is larger: 2 bytes for each expert, layer and token.",
+            "--gates",
+        ),
+    ] = False
     temperature: Annotated[float | None, option("T", "As for run.")] = None
     seed: Annotated[int | None, option("N", "As for run.")] = None
     json: Json = False

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from moechat.cli.commands.tokenizer_check import require_tokenizer
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress
 from moechat.cli.terminal.prompt_progress import PromptProgress, prompts_text
-from moechat.errors import MoechatError, PromptTooLongError, UsageError
+from moechat.errors import MoechatError, PromptTooLongError, UnsupportedModelError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine
+    from moechat.models.router_search import Router
     from moechat.offload.recorder import RoutingRecorder
     from moechat.routing import Trace
 
@@ -98,6 +100,7 @@ def describe(trace: Trace, out: Path, *, model: str, asked: int, interrupted: bo
         "locality_by_chance": trace.top_k / trace.num_experts,
         "entropy_bits": trace.entropy(),
         "most_entropy_bits": math.log2(trace.num_experts),
+        "gates": trace.gates is not None,
     }
 
 
@@ -112,6 +115,7 @@ def render(result: dict[str, Any]) -> str:
         f"locality {same} (share of a token's experts that the token before used; "
         f"{result['locality_by_chance']:.3f} by chance)\n"
         f"entropy {result['entropy_bits']:.2f} of {result['most_entropy_bits']:.2f} bits a layer\n"
+        + ("with the routers' distributions, and the tokens' embeddings\n" if result["gates"] else "")
     )
 
 
@@ -130,11 +134,11 @@ class _Session:
             raise UsageError(
                 f"{engine.name} has no chat template: it was not made for chats", hint="leave --chat out"
             )
-        store = engine.loaded.store
-        self.recorder: RoutingRecorder = RoutingRecorder(
-            [engine.loaded.model.get_submodule(record.module) for record in store.layers],
-            store.geometry.num_experts,
-        )
+        loaded = engine.loaded
+        recorder = partial(RoutingRecorder, loaded.parts, loaded.store.geometry.num_experts)
+        if command.gates:
+            recorder = partial(recorder, routers=_routers(engine), embed=loaded.model.get_input_embeddings())
+        self.recorder: RoutingRecorder = recorder()
 
     def run(self) -> None:
         """Record all prompts."""
@@ -223,6 +227,24 @@ def _deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if received:
         raise KeyboardInterrupt
+
+
+def _routers(engine: Engine) -> list[Router | None]:
+    """The routers of the model's expert layers.
+
+    Raises:
+        UnsupportedModelError: Not one of them was found.
+    """
+    from moechat.models.router_search import find_routers
+
+    found = find_routers(engine.loaded.model, engine.loaded.named_parts())
+    if not any(found):
+        raise UnsupportedModelError(
+            f"no router of {engine.name} was found whose choices can be computed again, so there are no "
+            "distributions to record",
+            hint="leave --gates out: the chosen experts can be recorded",
+        )
+    return found
 
 
 def _user_message(text: str) -> dict[str, str]:
