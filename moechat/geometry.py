@@ -49,16 +49,21 @@ def encodings_title(kept: Iterable[tuple[str, str]]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def nominal_bits(kept: Iterable[tuple[str, str]]) -> int:
+def nominal_bits(kept: Iterable[tuple[str, str]], *, gated: bool = True) -> int:
     """Bits whose kernels are about as fast as those of kept encodings; see :class:`ExpertGeometry`.
 
     Measured on CPUs; on a GPU it is assumed.
+
+    Args:
+        kept: Encodings of the input projections, and of down, of each layer.
+        gated: Experts have two input projections, gate and up, not one.
     """
     from moechat import _native
 
     bits = {name: form[0] for name, form in _native.kept_encodings().items()}
     pairs = list(kept)
-    mean = sum(2 * bits[gate_up] + bits[down] for gate_up, down in pairs) / (3 * len(pairs))
+    inputs = 2 if gated else 1
+    mean = sum(inputs * bits[first] + bits[down] for first, down in pairs) / ((inputs + 1) * len(pairs))
     return min((b for b in SUPPORTED_BITS if b <= 8), key=lambda b: abs(b - mean))
 
 

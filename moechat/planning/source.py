@@ -71,7 +71,8 @@ class PlannedModel:
         else:
             bits, lost = choose_bits(None, self.experts)
             kept = self.experts.kept if bits == KEEP else ()
-            geometry = replace(outline.geometry(nominal_bits(kept) if kept else bits), kept=kept)
+            gated = outline.experts.gate.gated
+            geometry = replace(outline.geometry(nominal_bits(kept, gated=gated) if kept else bits), kept=kept)
         return geometry, lost
 
 

@@ -177,7 +177,9 @@ class CheckpointPlan:
                 raise UnsupportedModelError(
                     f"the experts cannot be kept as they are: {self.not_kept or 'they are not quantised'}"
                 )
-            return replace(self.experts, bits=nominal_bits(self.kept), kept=self.kept)
+            return replace(
+                self.experts, bits=nominal_bits(self.kept, gated=self.experts.gate.gated), kept=self.kept
+            )
         return replace(self.experts, bits=bits)
 
     def expert_tensors(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import moechat
 from moechat.errors import CheckpointError, DoesNotFitError
-from moechat.geometry import KEEP, ExpertGeometry
+from moechat.geometry import KEEP, ExpertGeometry, nominal_bits
 from moechat.hub.names import resolve
 from moechat.loading.model import Progress
 from moechat.loading.stores import open_store
@@ -168,3 +168,20 @@ def test_a_geometry_is_read_as_it_was_written() -> None:
     geometry = ExpertGeometry(512, 256, 4, 4, kept=(("q4_k", "q6_k"), ("q4_k", "q4_k")))
     assert ExpertGeometry.from_json(geometry.to_json()) == geometry
     assert geometry.layouts[0].record_bytes == geometry.layouts[1].record_bytes == geometry.record_bytes
+
+
+@pytest.mark.parametrize(
+    ("kept", "gated", "bits"),
+    [
+        ([("q4_k", "q8_0")], True, 4),
+        ([("q8_0", "q4_k")], True, 8),
+        ([("q8_0", "q4_k")], False, 4),  # one input projection weighs no more than down
+        ([("q2_k", "q6_k")], True, 3),
+        ([("q2_k", "q6_k")], False, 4),
+        ([("q4_k", "q4_k"), ("q4_k", "q8_0")], True, 4),
+    ],
+)
+def test_nominal_bits_weigh_the_projections_that_there_are(
+    kept: list[tuple[str, str]], gated: bool, bits: int
+) -> None:
+    assert nominal_bits(kept, gated=gated) == bits
