@@ -78,8 +78,13 @@ def write_outline(directory: Path, request: OutlineRequest, outline: ModelOutlin
 
 def outline_key(request: OutlineRequest) -> str:
     """Name of the file of a request: a hash over it and the versions of all code that counts."""
-    versions = [metadata.version(name) for name in ("torch", "transformers")]
-    return hashlib.sha256(repr((_FORMAT, request, versions, _own_code())).encode()).hexdigest()
+    parts = (_FORMAT, request, library_versions(), _own_code())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that a model is counted with; importing them to ask would take seconds."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
 
 
 @cache

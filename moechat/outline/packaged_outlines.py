@@ -1,17 +1,18 @@
 """The outlines of known shapes that come with the package, for the usual options.
 
-``scripts/outline_shapes`` writes them; a test compares them with models that are counted.
+They hold for the versions of torch and transformers that they were counted with: another version of a family's
+code may keep other activations alive. ``scripts/outline_shapes`` writes them; a test compares them with models
+that are counted.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib import resources, util
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
-from moechat.outline.kept_outlines import OutlineRequest
+from moechat.outline.kept_outlines import OutlineRequest, library_versions
 from moechat.outline.plain_values import from_plain
 from moechat.sizes.model_outline import ModelOutline
 
@@ -30,31 +31,28 @@ def packaged_requests(digest: str) -> list[OutlineRequest]:
 
 
 def packaged_outline(shape: str, request: OutlineRequest) -> ModelOutline | None:
-    """The outline of a known shape; ``None`` if the package has none for this request, or the installed
-    transformers does not have its family.
-    """
+    """The outline of a known shape; ``None`` if the package has none for this request and these versions."""
+    content = packaged_file(shape)
+    if content.get("counted_with") != counted_with():
+        return None
     wanted = asdict(request)
-    for entry in packaged_entries(shape):
+    for entry in content["outlines"]:
         if entry["request"] == wanted:
             outline: ModelOutline = from_plain(ModelOutline, entry["outline"])
-            return outline if _has_family(outline.model_type) else None
+            return outline
     return None
 
 
-def packaged_entries(shape: str) -> list[dict[str, Any]]:
-    """Requests and outlines of a known shape, as JSON values; none if it has no file."""
+def packaged_file(shape: str) -> dict[str, Any]:
+    """What the package has for a known shape, as JSON values; empty if it has no file."""
     file = resources.files("moechat.outline") / "known" / f"{shape}.json"
     try:
-        entries: list[dict[str, Any]] = json.loads(file.read_bytes())
+        content: dict[str, Any] = json.loads(file.read_bytes())
     except OSError:
-        return []
-    return entries
+        return {}
+    return content
 
 
-def _has_family(model_type: str) -> bool:
-    """Whether the installed transformers has a family; importing it to ask would take seconds."""
-    spec = util.find_spec("transformers")
-    places = None if spec is None else spec.submodule_search_locations
-    # The text part of a model that also takes pictures has its code beside the whole.
-    family = model_type.removesuffix("_text")
-    return any((Path(place) / "models" / family).is_dir() for place in places or ())
+def counted_with() -> dict[str, str]:
+    """Major and minor versions of the libraries that a model is counted with."""
+    return {name: ".".join(version.split(".")[:2]) for name, version in library_versions().items()}

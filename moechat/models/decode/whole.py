@@ -32,6 +32,8 @@ _MODEL_NAMES = frozenset(
         *("loss_function", "load_balancing_loss_func", "output_router_logits", "router_aux_loss_coef"),
         *("num_experts", "num_experts_per_tok", "to", "device"),
         *("last_hidden_state", "past_key_values", "hidden_states", "attentions", "router_logits"),
+        # Until transformers 5.22.
+        *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
     }
 )
 # Names in the forward of the model below its head.
@@ -41,6 +43,7 @@ _BASE_NAMES = frozenset(
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
         *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
+        "BaseModelOutputWithPast",  # until transformers 5.22, of some families
     }
 )
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
@@ -82,7 +85,7 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
     slots = _slots(model.config, len(pairs))
     if not pairs or len(pairs) != model.config.num_hidden_layers or len(slots) != len(pairs):
         return None
-    if model.config.output_router_logits:
+    if getattr(model.config, "output_router_logits", False):
         return None
     if not _agrees(model, pairs[:_PROBE_LAYERS], slots[:_PROBE_LAYERS]):
         return None
