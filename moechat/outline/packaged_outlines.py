@@ -1,8 +1,8 @@
 """The outlines of known shapes that come with the package, for the usual options.
 
-They hold for the versions of torch and transformers that they were counted with: another version of a family's
-code may keep other activations alive. ``scripts/outline_shapes`` writes them; a test compares them with models
-that are counted.
+They hold for the versions of torch and transformers that they were counted with: with others, the code of a
+family may keep other activations alive. ``scripts/outline_shapes`` writes them; a test compares them with
+models that are counted.
 """
 
 from __future__ import annotations
