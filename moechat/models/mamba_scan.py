@@ -45,7 +45,7 @@ def _with_state(own: Callable[..., Any], layer: int) -> Callable[..., Any]:
         hidden = named["hidden_states"] if "hidden_states" in named else rest[0]
         state = None
         if cache is not None and hidden.shape[1] > 1:
-            state = cache.get_recurrent_state(layer, state_idx=0)
+            state = _state(cache, layer)
         token = _first_state.set(state)
         try:
             return own(*rest, **named)
@@ -53,6 +53,16 @@ def _with_state(own: Callable[..., Any], layer: int) -> Callable[..., Any]:
             _first_state.reset(token)
 
     return forward
+
+
+def _state(cache: Any, layer: int) -> torch.Tensor | None:
+    """The first state of a layer; ``None`` before its first token."""
+    read = getattr(cache, "get_recurrent_state", None)
+    if read is None:  # until transformers 5.22
+        found: torch.Tensor | None = cache.layers[layer].recurrent_states[0]
+        return found
+    state: torch.Tensor | None = read(layer, state_idx=0)
+    return state
 
 
 def _continued(own: Callable[..., Any]) -> Callable[..., Any]:
