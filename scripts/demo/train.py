@@ -599,7 +599,8 @@ def main() -> None:
         model.tie_weights()
     log = load_state(args.out, model, streams) if args.eval_only else train(args, model, streams)
     save_model(args.out, model, tok)
-    options = ["--copies"] * args.copies + [f"--rate {args.rate:g}"] * (args.rate is not None)
+    options = ["--copies"] if args.copies else []
+    options += [] if args.rate is None else [f"--rate {args.rate:g}"]
     options += [f"--steps {args.steps}", f"--seed {args.seed}"]
     run = {
         "command": " ".join([*options, f"--threads {args.threads}"]),
