@@ -14,9 +14,10 @@ from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.configurator.warm_start import default_statistics
 from moechat.routing.counter import statistics_of_trace
 from moechat.simulate import shared_draws
+from moechat.simulate.choice import choose_by_statistics, lengths
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import choose_by_statistics, fastest, lengths, strategies
+from moechat.simulate.strategy import fastest, strategies
 
 LAYERS, EXPERTS, TOP_K, BLOCKS = 6, 16, 2, 8
 AUTO = SYSTEMS["auto"]

@@ -1,0 +1,186 @@
+"""Chooses the settings of ``auto`` for a machine, a model and a budget: the fastest in a simulation.
+
+The simulator makes the engine's decisions on another clock, so the candidates are simulated over the same
+routing and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from moechat.configurator.costs import Costs
+from moechat.configurator.systems import CacheSettings
+from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.trace import Trace
+from moechat.simulate.race import Entrant, race
+from moechat.simulate.run import Ints, Simulation, Tier, simulate
+from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
+from moechat.simulate.strategy import LOOKAHEAD, SELDOM, SELDOM_GAIN, Chosen, Strategy, fastest, strategies
+from moechat.simulate.timing import Launch, Timing, timing_of
+
+# Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
+# more blocks, so that a choice takes half a second or less.
+_FILLING = 200
+_TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
+# Of the tokens that fill the cache, those that each candidate plays itself. It takes over the cache from a
+# candidate that has played the others: with that, times over 100 tokens are within 0.3 % of those after 200
+# tokens of its own.
+_OWN_FILLING = 4
+# Tokens of one candidate alone, whose time is not compared with others: those that only the policy sees,
+# those that fill the cache, and those that are timed.
+_FOLLOWED_ALONE, _FILLING_ALONE, _TIMED_ALONE = 64, 40, 80
+
+
+def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:
+    """Tokens that fill the cache before timing, and tokens that are timed.
+
+    Args:
+        layers: Number of expert layers.
+        top_k: Experts per token.
+        blocks: Blocks per expert.
+    """
+    timed = _TIMED_BLOCKS // (layers * top_k * blocks)
+    return _FILLING, min(max(timed, _LEAST_TIMED), _MOST_TIMED)
+
+
+def choose_strategy(
+    settings: CacheSettings,
+    tier_for: Callable[[CacheSettings], Tier],
+    timing: Timing,
+    trace: Trace,
+    rankings: Ints | None,
+    *,
+    only: Strategy | None = None,
+) -> Chosen:
+    """Simulate the candidates over one trace and take the fastest; :data:`SELDOM` has to gain something.
+
+    Args:
+        settings: Settings with ``choose``.
+        tier_for: The near tier of a candidate, with the same pages for all.
+        timing: Times of the machine.
+        trace: Routing; its last tokens, half of them at most, are timed.
+        rankings: Predictions for its tokens, at least :data:`LOOKAHEAD` layers ahead; ``None``: nothing is
+            predicted.
+        only: The one candidate; ``None``: all of them.
+
+    """
+    if only is not None:
+        seconds = _seconds_alone(only, tier_for(only.settings), timing, trace, rankings)
+        return Chosen(only, {only.name: seconds})
+    found = strategies(settings, far_computes=timing.far_block is not None)
+    filling, timed = lengths(trace.layers, trace.top_k, tier_for(found[0].settings).blocks)
+    timed = min(timed, -(-trace.tokens // 2))
+    filling = min(filling, trace.tokens - timed)
+    part, ahead = _last(trace, rankings, filling + timed)
+    first: dict[object, str] = {}
+    same: dict[str, str] = {}
+    entrants: list[Entrant] = []
+    filled: dict[bool, Simulation] = {}
+    for each in found:
+        tier = tier_for(each.settings)
+        # Allocations that come to the same targets are one candidate.
+        key = replace(each.settings, allocation="uniform", split=1.0), tier.targets.tobytes(), tier.reserve
+        same[each.name] = first.setdefault(key, each.name)
+        if same[each.name] != each.name:
+            continue
+        # Where parts of experts are kept, the pages of an expert are soon scattered, and copies are shorter.
+        in_parts = bool((tier.targets[:, 1] < tier.blocks).any())
+        simulation = Simulation(
+            part,
+            each.settings,
+            tier,
+            timing,
+            rankings=_ranked(ahead, each),
+            warmup=filling,
+            hurried=filling,
+            like=filled.get(in_parts),
+        )
+        if in_parts not in filled:
+            simulation.fill(_OWN_FILLING)
+            filled[in_parts] = simulation
+        handicap = 1 / (1 - SELDOM_GAIN) if each.name == SELDOM else 1.0
+        entrants.append(Entrant(each.name, each.settings, simulation, handicap))
+    raced = race(entrants, lambda means: fastest(found, means).name)
+    seconds_of = {each.name: raced[same[each.name]] for each in found}
+    return Chosen(fastest(found, seconds_of), seconds_of)
+
+
+def _seconds_alone(
+    strategy: Strategy, tier: Tier, timing: Timing, trace: Trace, rankings: Ints | None
+) -> float:
+    """Seconds of a token of one strategy, over the last tokens of a trace."""
+    timed = min(_TIMED_ALONE, -(-trace.tokens // 2))
+    filling = min(_FOLLOWED_ALONE + _FILLING_ALONE, trace.tokens - timed)
+    part, ahead = _last(trace, rankings, filling + timed)
+    run = simulate(
+        part,
+        strategy.settings,
+        tier,
+        timing,
+        rankings=_ranked(ahead, strategy),
+        warmup=filling,
+        hurried=filling,
+        followed=max(0, filling - _FILLING_ALONE),
+    )
+    return run.tpot
+
+
+def _last(trace: Trace, rankings: Ints | None, tokens: int) -> tuple[Trace, Ints | None]:
+    """The last tokens of a trace, and their predictions."""
+    start = trace.tokens - tokens
+    last = np.ascontiguousarray(trace.experts[start:])
+    part = Trace(last, np.array([0, tokens], dtype=np.int64), trace.num_experts)
+    return part, None if rankings is None else rankings[:, start:]
+
+
+def _ranked(rankings: Ints | None, strategy: Strategy) -> Ints | None:
+    """The predictions that a strategy uses."""
+    if rankings is None or not strategy.settings.ranks:
+        return None
+    return np.ascontiguousarray(rankings[: strategy.settings.lookahead])
+
+
+def choose_by_statistics(
+    settings: CacheSettings,
+    tier_for: Callable[[CacheSettings], Tier],
+    costs: Costs,
+    statistics: RoutingStatistics,
+    *,
+    threads: int,
+    launch: Launch,
+    only: Strategy | None = None,
+) -> Chosen:
+    """:func:`choose_strategy` over routing that is drawn from statistics.
+
+    Args:
+        settings: Settings with ``choose``.
+        tier_for: The near tier of a candidate, with the same pages for all.
+        costs: Times of the machine.
+        statistics: Counts, or the defaults of a family.
+        threads: Threads of the CPU.
+        launch: As :class:`moechat.simulate.timing.Timing`.
+        only: The one candidate; ``None``: all of them.
+    """
+    tier = tier_for(replace(settings, choose=False))
+    tokens = sum(lengths(statistics.layers, statistics.top_k, tier.blocks))
+    if only is not None:
+        tokens = _FOLLOWED_ALONE + _FILLING_ALONE + _TIMED_ALONE
+    trace = drawn_routing(statistics, tokens)
+    timing = timing_of(
+        costs,
+        top_k=statistics.top_k,
+        blocks=tier.blocks,
+        block_bytes=tier.block_bytes,
+        far_threads=threads,
+        launch=launch,
+    )
+    rankings = None
+    if settings.predicts:
+        width = settings.ranked_experts(statistics.top_k)
+        rankings = drawn_rankings(
+            statistics, trace, width=width, lookahead=max(settings.lookahead, LOOKAHEAD)
+        )
+    return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)
