@@ -21,14 +21,15 @@ from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
 from moechat.simulate.strategy import LOOKAHEAD, SELDOM, SELDOM_GAIN, Chosen, Strategy, fastest, strategies
 from moechat.simulate.timing import Launch, Timing, timing_of
 
-# Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
-# more blocks, so that a choice takes half a second or less.
+# Tokens before timing, which take no time, and tokens that are timed: fewer where a token activates more
+# blocks, so that a choice takes half a second or less.
 _FILLING = 200
 _TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
-# Of the tokens that fill the cache, those that each candidate plays itself. It takes over the cache from a
-# candidate that has played the others: with that, times over 100 tokens are within 0.3 % of those after 200
-# tokens of its own.
-_OWN_FILLING = 4
+# Of the tokens before timing, those that move blocks; only the policy sees those before. Fewer would not
+# scatter the pages of an expert as they are in the long run, so that copies would be too long.
+_MOVING = 100
+# Of these, those that a candidate plays itself where it takes over the cache of a similar one.
+_OWN_MOVING = 4
 # Tokens of one candidate alone, whose time is not compared with others: those that only the policy sees,
 # those that fill the cache, and those that are timed.
 _FOLLOWED_ALONE, _FILLING_ALONE, _TIMED_ALONE = 64, 40, 80
@@ -78,16 +79,19 @@ def choose_strategy(
     first: dict[object, str] = {}
     same: dict[str, str] = {}
     entrants: list[Entrant] = []
-    filled: dict[bool, Simulation] = {}
+    filled: dict[tuple[bool, int], Simulation] = {}
     for each in found:
         tier = tier_for(each.settings)
         # Allocations that come to the same targets are one candidate.
-        key = replace(each.settings, allocation="uniform", split=1.0), tier.targets.tobytes(), tier.reserve
+        inputs = tier.targets.tobytes(), tier.reserve, tier.pages
+        key = replace(each.settings, allocation="uniform", split=1.0), inputs
         same[each.name] = first.setdefault(key, each.name)
         if same[each.name] != each.name:
             continue
-        # Where parts of experts are kept, the pages of an expert are soon scattered, and copies are shorter.
+        # Pages of parts scatter differently with every target, those of whole experts only with prefetches.
         in_parts = bool((tier.targets[:, 1] < tier.blocks).any())
+        alike = each.settings.ranks, tier.pages
+        like = None if in_parts else filled.get(alike)
         simulation = Simulation(
             part,
             each.settings,
@@ -96,11 +100,12 @@ def choose_strategy(
             rankings=_ranked(ahead, each),
             warmup=filling,
             hurried=filling,
-            like=filled.get(in_parts),
+            followed=0 if like else max(0, filling - _MOVING),
+            like=like,
         )
-        if in_parts not in filled:
-            simulation.fill(_OWN_FILLING)
-            filled[in_parts] = simulation
+        if not in_parts and like is None:
+            simulation.fill(_OWN_MOVING)
+            filled[alike] = simulation
         handicap = 1 / (1 - SELDOM_GAIN) if each.name == SELDOM else 1.0
         entrants.append(Entrant(each.name, each.settings, simulation, handicap))
     raced = race(entrants, lambda means: fastest(found, means).name)

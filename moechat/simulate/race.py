@@ -83,8 +83,8 @@ def race(entrants: Sequence[Entrant], pick: Callable[[Mapping[str, float]], str]
                 break
             left = _kept(left, slower)
             if mark == _MARKS[-1]:
-                left = _picked(left, pick, slower)
-    left = _picked(left, pick, slower)
+                left = _picked(left, pick, slower, _SETTLING)
+    left = _picked(left, pick, slower, 0)
     left[0].simulation.advance(end)
     seconds = {left[0].name: float(left[0].simulation.seconds.mean())}
     # Those that were dropped last were dropped for one that was left, and so on.
@@ -119,9 +119,10 @@ def _picked(
     left: Sequence[Entrant],
     pick: Callable[[Mapping[str, float]], str],
     slower: dict[str, tuple[str, float]],
+    start: int,
 ) -> list[Entrant]:
-    """The best of those that are left, alone."""
-    best = pick({each.name: float(each.simulation.seconds.mean()) for each in left})
+    """The best of those that are left, alone, by their tokens from ``start`` on."""
+    best = pick({each.name: float(each.simulation.seconds[start:].mean()) for each in left})
     first = next(each for each in left if each.name == best)
     slower |= {each.name: (best, _ratio(each, first)) for each in left if each is not first}
     return [first]
