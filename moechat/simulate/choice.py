@@ -30,9 +30,9 @@ _TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
 _MOVING = 100
 # Of these, those that a candidate plays itself where it takes over the cache of a similar one.
 _OWN_MOVING = 4
-# Tokens of one candidate alone, whose time is not compared with others: those that only the policy sees,
-# those that fill the cache, and those that are timed.
-_FOLLOWED_ALONE, _FILLING_ALONE, _TIMED_ALONE = 64, 40, 80
+# Tokens of one strategy alone, for its expected time: those that only the policy sees, those that move
+# blocks, and those that are timed.
+_ALONE = (60, 40, 80)
 
 
 def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:
@@ -53,8 +53,6 @@ def choose_strategy(
     timing: Timing,
     trace: Trace,
     rankings: Ints | None,
-    *,
-    only: Strategy | None = None,
 ) -> Chosen:
     """Simulate the candidates over one trace and take the fastest; :data:`SELDOM` has to gain something.
 
@@ -65,12 +63,7 @@ def choose_strategy(
         trace: Routing; its last tokens, half of them at most, are timed.
         rankings: Predictions for its tokens, at least :data:`LOOKAHEAD` layers ahead; ``None``: nothing is
             predicted.
-        only: The one candidate; ``None``: all of them.
-
     """
-    if only is not None:
-        seconds = _seconds_alone(only, tier_for(only.settings), timing, trace, rankings)
-        return Chosen(only, {only.name: seconds})
     found = strategies(settings, far_computes=timing.far_block is not None)
     filling, timed = lengths(trace.layers, trace.top_k, tier_for(found[0].settings).blocks)
     timed = min(timed, -(-trace.tokens // 2))
@@ -113,26 +106,6 @@ def choose_strategy(
     return Chosen(fastest(found, seconds_of), seconds_of)
 
 
-def _seconds_alone(
-    strategy: Strategy, tier: Tier, timing: Timing, trace: Trace, rankings: Ints | None
-) -> float:
-    """Seconds of a token of one strategy, over the last tokens of a trace."""
-    timed = min(_TIMED_ALONE, -(-trace.tokens // 2))
-    filling = min(_FOLLOWED_ALONE + _FILLING_ALONE, trace.tokens - timed)
-    part, ahead = _last(trace, rankings, filling + timed)
-    run = simulate(
-        part,
-        strategy.settings,
-        tier,
-        timing,
-        rankings=_ranked(ahead, strategy),
-        warmup=filling,
-        hurried=filling,
-        followed=max(0, filling - _FILLING_ALONE),
-    )
-    return run.tpot
-
-
 def _last(trace: Trace, rankings: Ints | None, tokens: int) -> tuple[Trace, Ints | None]:
     """The last tokens of a trace, and their predictions."""
     start = trace.tokens - tokens
@@ -160,6 +133,9 @@ def choose_by_statistics(
 ) -> Chosen:
     """:func:`choose_strategy` over routing that is drawn from statistics.
 
+    The time of the choice is that of a simulation of its own, and so the same as where it is the one
+    candidate; the times of the others are scaled with it.
+
     Args:
         settings: Settings with ``choose``.
         tier_for: The near tier of a candidate, with the same pages for all.
@@ -169,11 +145,7 @@ def choose_by_statistics(
         launch: As :class:`moechat.simulate.timing.Timing`.
         only: The one candidate; ``None``: all of them.
     """
-    tier = tier_for(replace(settings, choose=False))
-    tokens = sum(lengths(statistics.layers, statistics.top_k, tier.blocks))
-    if only is not None:
-        tokens = _FOLLOWED_ALONE + _FILLING_ALONE + _TIMED_ALONE
-    trace = drawn_routing(statistics, tokens)
+    tier = tier_for(only.settings if only else replace(settings, choose=False))
     timing = timing_of(
         costs,
         top_k=statistics.top_k,
@@ -182,10 +154,43 @@ def choose_by_statistics(
         far_threads=threads,
         launch=launch,
     )
-    rankings = None
-    if settings.predicts:
-        width = settings.ranked_experts(statistics.top_k)
-        rankings = drawn_rankings(
-            statistics, trace, width=width, lookahead=max(settings.lookahead, LOOKAHEAD)
-        )
-    return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)
+    if only is not None:
+        return Chosen(only, {only.name: _seconds_alone(only, tier, timing, statistics)})
+    tokens = sum(lengths(statistics.layers, statistics.top_k, tier.blocks))
+    lookahead = max(settings.lookahead, LOOKAHEAD)
+    trace, rankings = _drawn(settings, statistics, tokens, lookahead)
+    chosen = choose_strategy(settings, tier_for, timing, trace, rankings)
+    best = chosen.strategy
+    alone = _seconds_alone(best, tier_for(best.settings), timing, statistics)
+    scale = alone / chosen.seconds_of_choice
+    seconds = {name: alone if name == best.name else scale * each for name, each in chosen.seconds.items()}
+    return Chosen(best, seconds)
+
+
+def _drawn(
+    settings: CacheSettings, statistics: RoutingStatistics, tokens: int, lookahead: int
+) -> tuple[Trace, Ints | None]:
+    """Routing, and predictions if the settings use them."""
+    trace = drawn_routing(statistics, tokens)
+    if not settings.predicts:
+        return trace, None
+    width = settings.ranked_experts(statistics.top_k)
+    return trace, drawn_rankings(statistics, trace, width=width, lookahead=lookahead)
+
+
+def _seconds_alone(strategy: Strategy, tier: Tier, timing: Timing, statistics: RoutingStatistics) -> float:
+    """Seconds of a token of one strategy."""
+    followed, moving, timed = _ALONE
+    settings = strategy.settings
+    trace, rankings = _drawn(settings, statistics, followed + moving + timed, settings.lookahead)
+    run = simulate(
+        trace,
+        settings,
+        tier,
+        timing,
+        rankings=rankings,
+        warmup=followed + moving,
+        hurried=followed + moving,
+        followed=followed,
+    )
+    return run.tpot

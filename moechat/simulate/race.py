@@ -61,7 +61,7 @@ class Entrant:
 
 
 def race(entrants: Sequence[Entrant], pick: Callable[[Mapping[str, float]], str]) -> dict[str, float]:
-    """Simulate until one entrant is left, and that one to its end.
+    """Simulate until one entrant is left.
 
     The result does not depend on the number of threads.
 
@@ -70,9 +70,9 @@ def race(entrants: Sequence[Entrant], pick: Callable[[Mapping[str, float]], str]
         pick: The name of the best, by mean seconds of a token of those that are left at last.
 
     Returns:
-        Mean seconds of a token by name, of all entrants. Those that were dropped ran fewer tokens: theirs are
-        the seconds of the one that they were dropped for, times the ratio of the two over the tokens that
-        both ran. So an easy or a hard part of the tokens changes no order.
+        Mean seconds of a token by name, of all entrants: of the best, over the tokens that it ran; of another
+        one, those of the entrant that it was dropped for, times the ratio of the two over the tokens that
+        were compared. So an easy or a hard part of the tokens changes no order.
     """
     end = entrants[0].simulation.timed
     left, slower = list(entrants), dict[str, tuple[str, float]]()
@@ -85,7 +85,6 @@ def race(entrants: Sequence[Entrant], pick: Callable[[Mapping[str, float]], str]
             if mark == _MARKS[-1]:
                 left = _picked(left, pick, slower, _SETTLING)
     left = _picked(left, pick, slower, 0)
-    left[0].simulation.advance(end)
     seconds = {left[0].name: float(left[0].simulation.seconds.mean())}
     # Those that were dropped last were dropped for one that was left, and so on.
     for name, (faster, ratio) in reversed(slower.items()):
@@ -111,7 +110,7 @@ def _kept(left: Sequence[Entrant], slower: dict[str, tuple[str, float]]) -> list
         if each is first or gap < least or gap + _WORTH <= _UNSURE * error:
             kept.append(each)
         else:
-            slower[each.name] = first.name, _ratio(each, first)
+            slower[each.name] = first.name, _ratio(each, first, _SETTLING)
     return kept
 
 
@@ -124,9 +123,9 @@ def _picked(
     """The best of those that are left, alone, by their tokens from ``start`` on."""
     best = pick({each.name: float(each.simulation.seconds[start:].mean()) for each in left})
     first = next(each for each in left if each.name == best)
-    slower |= {each.name: (best, _ratio(each, first)) for each in left if each is not first}
+    slower |= {each.name: (best, _ratio(each, first, start)) for each in left if each is not first}
     return [first]
 
 
-def _ratio(each: Entrant, other: Entrant) -> float:
-    return float(each.simulation.seconds.sum() / other.simulation.seconds.sum())
+def _ratio(each: Entrant, other: Entrant, start: int) -> float:
+    return float(each.simulation.seconds[start:].sum() / other.simulation.seconds[start:].sum())

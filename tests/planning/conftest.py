@@ -22,4 +22,5 @@ def short_simulations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_FILLING", "_MOVING", "_TIMED_BLOCKS", "_LEAST_TIMED", "_MOST_TIMED"):
             patch.setattr(choice, name, getattr(choice, name) // 4)
+        patch.setattr(choice, "_ALONE", tuple(tokens // 4 for tokens in choice._ALONE))
         yield

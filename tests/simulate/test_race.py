@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.predictions import draw_rankings
 from moechat.simulate.race import Entrant, race
 from moechat.simulate.run import SimulatedRun, Simulation, Tier, simulate
-from moechat.simulate.strategy import Chosen, fastest, strategies
+from moechat.simulate.strategy import Chosen, Strategy, fastest, strategies
 from moechat.simulate.timing import Timing, timing_of
 
 LAYERS, EXPERTS, TOP_K, BLOCKS = 5, 16, 2, 8
@@ -59,7 +60,7 @@ def entrants(costs: Costs = COSTS) -> list[Entrant]:
     return [Entrant(each.name, each.settings, simulation(each.settings, costs)) for each in found]
 
 
-def best(means: dict[str, float]) -> str:
+def best(means: Mapping[str, float]) -> str:
     return min(means, key=lambda name: means[name])
 
 
@@ -144,14 +145,27 @@ def test_tokens_that_only_the_policy_sees_come_before_others_and_one_at_a_time()
         simulation(followed=5, starts=starts)
 
 
-def test_a_race_times_every_entrant_and_runs_the_winner_to_its_end() -> None:
+def test_a_race_times_every_entrant_and_the_winner_over_most_tokens() -> None:
     all_of_them = entrants()
     seconds = race(all_of_them, best)
     assert list(seconds) == [each.name for each in all_of_them]
     winner = next(each for each in all_of_them if each.name == best(seconds))
-    assert len(winner.simulation.seconds) == winner.simulation.timed
+    assert len(winner.simulation.seconds) == max(len(each.simulation.seconds) for each in all_of_them)
     assert seconds[winner.name] == winner.simulation.seconds.mean()
     assert all(value >= seconds[winner.name] for value in seconds.values())
+
+
+@pytest.mark.parametrize("load", [0.3e-3, 1e-3, 3e-3])
+def test_times_agree_with_the_winner(load: float) -> None:
+    all_of_them = entrants(replace(COSTS, load=load))
+    picked: list[str] = []
+
+    def pick(means: Mapping[str, float]) -> str:
+        picked.append(best(means))
+        return picked[-1]
+
+    seconds = race(all_of_them, pick)
+    assert best(seconds) == picked[-1]
 
 
 def test_clearly_slower_entrants_run_few_tokens() -> None:
@@ -159,7 +173,7 @@ def test_clearly_slower_entrants_run_few_tokens() -> None:
     seconds = race(all_of_them, best)
     ran = {each.name: len(each.simulation.seconds) for each in all_of_them}
     assert ran["link"] == 20
-    assert ran[best(seconds)] == all_of_them[0].simulation.timed
+    assert ran[best(seconds)] == max(ran.values())
     complete = simulation(all_of_them[-2].settings, replace(COSTS, load=0.1))
     complete.advance()
     assert seconds["link"] == pytest.approx(complete.seconds.mean(), rel=0.1)
@@ -179,11 +193,13 @@ def test_the_winner_is_the_fastest_of_complete_simulations_within_half_a_percent
     assert complete[winner] <= 1.005 * min(complete.values())
 
 
-def chosen() -> Chosen:
+def chosen(only: Strategy | None = None) -> Chosen:
     def tier_for(settings: CacheSettings) -> Tier:
         return tier(BLOCKS if settings.allocation == "uniform" else BLOCKS // 2)
 
-    return choose_by_statistics(SYSTEMS["auto"], tier_for, COSTS, STATISTICS, threads=4, launch="card")
+    return choose_by_statistics(
+        SYSTEMS["auto"], tier_for, COSTS, STATISTICS, threads=4, launch="card", only=only
+    )
 
 
 def test_the_choice_has_a_time_for_every_strategy() -> None:
@@ -191,6 +207,12 @@ def test_the_choice_has_a_time_for_every_strategy() -> None:
     choice = chosen()
     assert list(choice.seconds) == [each.name for each in found]
     assert choice.strategy == fastest(found, choice.seconds)
+
+
+def test_a_choice_takes_as_long_as_its_strategy_alone() -> None:
+    choice = chosen()
+    alone = chosen(only=choice.strategy)
+    assert alone.seconds == {choice.strategy.name: choice.seconds_of_choice}
 
 
 def test_the_choice_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
