@@ -32,7 +32,7 @@ _MOVING = 100
 _OWN_MOVING = 4
 # Tokens of one strategy alone, for its expected time: those that only the policy sees, those that move
 # blocks, and those that are timed.
-_ALONE = (60, 40, 80)
+_ALONE = (60, 40, 100)
 
 
 def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:

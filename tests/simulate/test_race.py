@@ -176,7 +176,8 @@ def test_clearly_slower_entrants_run_few_tokens() -> None:
     assert ran[best(seconds)] == max(ran.values())
     complete = simulation(all_of_them[-2].settings, replace(COSTS, load=0.1))
     complete.advance()
-    assert seconds["link"] == pytest.approx(complete.seconds.mean(), rel=0.1)
+    # From eight compared tokens; the best takes a hundredth of it.
+    assert seconds["link"] == pytest.approx(complete.seconds.mean(), rel=0.25)
 
 
 @pytest.mark.parametrize("load", [0.3e-3, 1e-3, 3e-3])
