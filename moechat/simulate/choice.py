@@ -30,9 +30,9 @@ _TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
 _MOVING = 100
 # Of these, those that a candidate plays itself where it takes over the cache of a similar one.
 _OWN_MOVING = 4
-# Tokens of one strategy alone, for its expected time: those that only the policy sees, those that move
-# blocks, and those that are timed.
-_ALONE = (60, 40, 100)
+# Tokens of one strategy alone, for its expected time: those that only the policy sees, those that fill the
+# cache in no time, those whose loads bring it into its usual state, and those that are timed.
+_ALONE = (60, 20, 60, 100)
 
 
 def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def choose_strategy(
     first: dict[object, str] = {}
     same: dict[str, str] = {}
     entrants: list[Entrant] = []
-    filled: dict[tuple[bool, int], Simulation] = {}
+    filled: dict[tuple[int, int], Simulation] = {}
     for each in found:
         tier = tier_for(each.settings)
         # Allocations that come to the same targets are one candidate.
@@ -83,7 +83,7 @@ def choose_strategy(
             continue
         # Pages of parts scatter differently with every target, those of whole experts only with prefetches.
         in_parts = bool((tier.targets[:, 1] < tier.blocks).any())
-        alike = each.settings.ranks, tier.pages
+        alike = each.settings.lookahead if each.settings.ranks else 0, tier.pages
         like = None if in_parts else filled.get(alike)
         simulation = Simulation(
             part,
@@ -180,17 +180,18 @@ def _drawn(
 
 def _seconds_alone(strategy: Strategy, tier: Tier, timing: Timing, statistics: RoutingStatistics) -> float:
     """Seconds of a token of one strategy."""
-    followed, moving, timed = _ALONE
+    followed, filling, settling, timed = _ALONE
     settings = strategy.settings
-    trace, rankings = _drawn(settings, statistics, followed + moving + timed, settings.lookahead)
+    trace, rankings = _drawn(settings, statistics, sum(_ALONE), settings.lookahead)
     run = simulate(
         trace,
         settings,
         tier,
         timing,
         rankings=rankings,
-        warmup=followed + moving,
-        hurried=followed + moving,
+        warmup=followed + filling + settling,
+        hurried=followed + filling,
         followed=followed,
+        timed=timed,
     )
     return run.tpot
