@@ -117,8 +117,8 @@ void Timeline::start_like(const Timeline& other) {
       theirs.blocks != options_.blocks || theirs.pages != options_.pages) {
     refuse("the other timeline has " + std::to_string(theirs.pages) + " pages for " +
            std::to_string(theirs.layers) + " layers of " + std::to_string(theirs.experts) + " experts of " +
-           std::to_string(theirs.blocks) + " blocks; this one has " + std::to_string(options_.pages) +
-           ", " + std::to_string(options_.layers) + ", " + std::to_string(options_.experts) + " and " +
+           std::to_string(theirs.blocks) + " blocks; this one has " + std::to_string(options_.pages) + ", " +
+           std::to_string(options_.layers) + ", " + std::to_string(options_.experts) + " and " +
            std::to_string(options_.blocks));
   }
   const SplitExpertCache& source = other.schedule_.cache();
