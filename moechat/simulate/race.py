@@ -3,7 +3,10 @@
 The differences between candidates over the same tokens vary much less than their times, so a few tens of
 tokens tell most of them apart. Only those that are close go on.
 
-LIMITS
+The limits below were set on complete simulations of 8 known models on all reference machines with an eighth,
+a quarter and half of the experts. Applied to them, the limits lose 0.01 % on average and 0.4 % at most, and
+need a third of the tokens. Where the first tokens counted too, and any candidate could drop any other, up to
+14 % were lost: for some tens of tokens, those that replace little profit from how the cache was filled.
 """
 
 from __future__ import annotations
