@@ -926,6 +926,16 @@ class EvictionPolicy:
         Raises:
             IndexError: The layer does not exist.
         """
+    def follow(self, experts: _I32) -> None:
+        """Record the choices of many tokens, one after the other, as :meth:`access` does: int32 [tokens,
+        layers, top_k], distinct in each layer.
+
+        Raises:
+            IndexError: An expert does not exist; nothing is recorded.
+            ValueError: Wrong dtype or shape.
+        """
+    def copy(self) -> EvictionPolicy:
+        """A policy in the same state, which from now on changes by itself."""
     def reset(self) -> None:
         """Return to the state after construction."""
 
@@ -1691,6 +1701,18 @@ class Timeline:
         Raises:
             ValueError: Wrong dtype or shape, or an expert does not exist.
         """
+    def start_like(self, other: Timeline) -> None:
+        """Take over, in no time, which blocks lie in which pages of another timeline; protection follows the
+        targets and the policy of this one.
+
+        Args:
+            other: Nothing may be on its way there: see :meth:`drain`.
+
+        Raises:
+            ValueError: Sizes differ, blocks are on their way there, or something is loaded here already.
+        """
+    def copy_policy(self) -> EvictionPolicy:
+        """A policy in the state of this timeline's."""
     def run(
         self,
         experts: _I32,

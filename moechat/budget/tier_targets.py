@@ -21,8 +21,9 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
+from moechat.simulate.choice import choose_by_statistics
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import Chosen, Strategy, choose_by_statistics, too_small_for_a_cache
+from moechat.simulate.strategy import Chosen, Strategy, too_small_for_a_cache
 from moechat.simulate.timing import Launch
 
 # How each tier computes.

@@ -74,7 +74,7 @@ class CacheSettings:
         rho: See ``omega``.
         gamma: ``discount``: factor of the counts at each token.
         choose: The settings are a start: the fastest of a few variations is chosen by simulation, for the
-            machine, the model and the budget (:mod:`moechat.simulate.strategy`).
+            machine, the model and the budget (:mod:`moechat.simulate.choice`).
 
     Raises:
         UsageError: A value is out of range.

@@ -47,6 +47,7 @@ from moechat.routing.counter import statistics_of_trace
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 from moechat.routing.trace_mapping import map_trace
+from moechat.simulate.choice import choose_strategy
 from moechat.simulate.predictions import (
     AHEAD_FACTOR,
     accuracy_by_layer,
@@ -56,7 +57,7 @@ from moechat.simulate.predictions import (
 )
 from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
-from moechat.simulate.strategy import LOOKAHEAD, Strategy, choose_strategy, strategies
+from moechat.simulate.strategy import LOOKAHEAD, Strategy, strategies
 from moechat.simulate.systems import kept_share, pages_for, settings_for, tier_for
 from moechat.simulate.timing import Timing, timing_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,21 @@ class SimulatedRun:
         return float((self.demand_bytes + self.prefetch_bytes).mean())
 
 
+class Passes(TypedDict, total=False):
+    """Arguments of :class:`Simulation` that can be left out."""
+
+    rankings: Ints | None
+    starts: npt.NDArray[np.int64] | None
+    warmup: int
+    hurried: int
+    followed: int
+    settled: bool
+    timed: int | None
+    group_items: int
+    watched: Watched | None
+    warm: RoutingStatistics | None
+
+
 @dataclass(frozen=True)
 class Watched:
     """A watch, and the settings of its ways, which differ only in how experts are loaded."""
@@ -98,23 +113,8 @@ class Watched:
     ways: Mapping[str, CacheSettings]
 
 
-def simulate(
-    trace: Trace,
-    settings: CacheSettings,
-    tier: Tier,
-    timing: Timing,
-    *,
-    rankings: Ints | None = None,
-    starts: npt.NDArray[np.int64] | None = None,
-    warmup: int = 0,
-    hurried: int = 0,
-    settled: bool = False,
-    timed: int | None = None,
-    group_items: int = 0,
-    watched: Watched | None = None,
-    warm: RoutingStatistics | None = None,
-) -> SimulatedRun:
-    """Play a trace on a near tier.
+class Simulation:
+    """A trace that is played on a near tier, as far as it is advanced.
 
     Args:
         trace: A trace in the shape of the model.
@@ -127,66 +127,153 @@ def simulate(
             many tokens changes the cache like a prompt, but takes the dense times of one token.
         warmup: Passes before the timed ones.
         hurried: Number of these, and their transfers, that take no time.
+        followed: Number of these, of one token each, that only the policy sees: nothing is moved.
         settled: Complete all transfers before timing begins.
         timed: Timed passes; ``None``: all that remain.
         group_items: (token, expert) pairs that the engine sums up at a time; 0: all of a pass.
         watched: Watch that may change the settings after each pass that takes time; ``rankings`` have to be
             deep enough for all of its ways.
-        warm: Counts of earlier runs: as the engine, start with the experts in free pages that they used most;
-            ``None``: start empty.
+        warm: Counts of earlier runs: as the engine, start with the experts in free pages that they used
+            most; ``None``: start empty.
+        like: A simulation of the same trace and policy with a tier of equal sizes, not beyond its hurried
+            passes: start at the pass that it has come to, with its blocks and its policy's state. What is on
+            its way there arrives.
+
+    Attributes:
+        timed: Number of timed passes.
 
     Raises:
         UsageError: No pass remains to be timed, or an input that the settings need is missing.
         ValueError: Sizes do not match, or the times are of a GPU that holds every block, and it does not.
     """
-    if starts is None:
-        starts = np.arange(trace.tokens + 1, dtype=np.int64)
-    passes = len(starts) - 1
-    end = passes if timed is None else min(passes, warmup + timed)
-    if not 0 <= hurried <= warmup < end:
-        raise UsageError(
-            f"the trace has {passes} tokens, {warmup} of which come before timing: none is left",
-            hint="use a longer trace, or a smaller --warmup",
-        )
-    if settings.ranks and rankings is None:
-        raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
-    timeline = _timeline(trace, settings, tier, timing, group_items, watched is not None)
-    every_block = tier.layers * tier.experts * tier.blocks
-    if timing.launch == "graphs" and tier.pages < every_block:
-        raise ValueError(f"{tier.pages} pages do not hold every block, so that layers wait for the host")
-    if timing.launch != "host" and tier.pages >= every_block:
-        # As loading fills a GPU.
-        everyone = np.arange(tier.experts, dtype=np.int32)
-        for layer in range(tier.layers):
-            timeline.preload(layer, everyone, tier.blocks)
-    elif tier.ranks is not None:
-        _preload(timeline, tier)
-    elif warm is not None:
-        shares = expert_shares(warm)
-        timeline.start_warm(shares, hottest_first(shares))
 
-    def play(start: int, stop: int, hurry: bool = False) -> dict[str, Floats]:
-        if watched is None or hurry:
-            return timeline.run(trace.experts, starts, rankings, start, stop, hurry)
+    def __init__(
+        self,
+        trace: Trace,
+        settings: CacheSettings,
+        tier: Tier,
+        timing: Timing,
+        *,
+        rankings: Ints | None = None,
+        starts: npt.NDArray[np.int64] | None = None,
+        warmup: int = 0,
+        hurried: int = 0,
+        followed: int = 0,
+        settled: bool = False,
+        timed: int | None = None,
+        group_items: int = 0,
+        watched: Watched | None = None,
+        warm: RoutingStatistics | None = None,
+        like: Simulation | None = None,
+    ) -> None:
+        if starts is None:
+            starts = np.arange(trace.tokens + 1, dtype=np.int64)
+        passes = len(starts) - 1
+        end = passes if timed is None else min(passes, warmup + timed)
+        if not 0 <= followed <= hurried <= warmup < end:
+            raise UsageError(
+                f"the trace has {passes} tokens, {warmup} of which come before timing: none is left",
+                hint="use a longer trace, or a smaller --warmup",
+            )
+        if settings.ranks and rankings is None:
+            raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
+        self._trace, self._starts, self._rankings = trace, starts, rankings
+        self._tier, self._timing, self._watched = tier, timing, watched
+        self._hurried, self._warmup, self._end, self._settled = hurried, warmup, end, settled
+        self.timed = end - warmup
+        self._at, self._begun = 0, False
+        self._figures: list[dict[str, Floats]] = []
+        self._timeline: _native.Timeline
+        policy = _policy(trace, settings, tier) if like is None else like._timeline.copy_policy()
+        if followed:
+            if starts[followed] != followed:
+                raise ValueError("passes that only the policy sees must be of one token each")
+            policy.follow(trace.experts[:followed])
+            self._at = followed
+        self._timeline = _timeline(settings, tier, timing, policy, group_items, watched is not None)
+        every_block = tier.layers * tier.experts * tier.blocks
+        if timing.launch == "graphs" and tier.pages < every_block:
+            raise ValueError(f"{tier.pages} pages do not hold every block, so that layers wait for the host")
+        if like is not None:
+            if not like._at <= like._hurried or followed > 0:
+                raise ValueError("a simulation can start like another that is in its hurried passes")
+            like._timeline.drain()
+            self._timeline.start_like(like._timeline)
+            self._at = like._at
+        elif timing.launch != "host" and tier.pages >= every_block:
+            # As loading fills a GPU.
+            everyone = np.arange(tier.experts, dtype=np.int32)
+            for layer in range(tier.layers):
+                self._timeline.preload(layer, everyone, tier.blocks)
+        elif tier.ranks is not None:
+            _preload(self._timeline, tier)
+        elif warm is not None:
+            shares = expert_shares(warm)
+            self._timeline.start_warm(shares, hottest_first(shares))
+
+    @property
+    def seconds(self) -> Floats:
+        """float64 ``[passes]``: times of the timed passes so far."""
+        if not self._figures:
+            return np.empty(0)
+        return np.concatenate([part["seconds"] for part in self._figures])
+
+    def fill(self, left: int) -> None:
+        """Play hurried passes until ``left`` of them remain; does nothing where fewer do."""
+        self._play(self._hurried - left, hurry=True)
+
+    def advance(self, timed: int | None = None) -> None:
+        """Play until so many timed passes have been played.
+
+        Args:
+            timed: Passes, from the first timed one; ``None``: all.
+        """
+        if not self._begun:
+            if self._hurried:
+                self._play(self._hurried, hurry=True)
+                self._timeline.drain()
+            self._play(self._warmup)
+            if self._settled:
+                self._timeline.drain()
+            self._timeline.reset_stats()
+            self._begun = True
+        self._figures += self._play(self._end if timed is None else min(self._end, self._warmup + timed))
+
+    def result(self) -> SimulatedRun:
+        """The timed passes so far, of which there must be one at least."""
+        columns = self._figures[0].keys() - {"hard"}
+        figures = {name: np.concatenate([part[name] for part in self._figures]) for name in columns}
+        return SimulatedRun(**figures, counters=self._timeline.stats())
+
+    def _play(self, stop: int, *, hurry: bool = False) -> list[dict[str, Floats]]:
+        """Play the passes before ``stop``; returns their figures in parts."""
+        start, self._at = self._at, max(self._at, stop)
+        if start >= stop:
+            return []
+        inputs = self._trace.experts, self._starts, self._rankings
+        if self._watched is None or hurry:
+            return [self._timeline.run(*inputs, start, stop, hurry)]
         parts = []
         for each in range(start, stop):
-            parts.append(timeline.run(trace.experts, starts, rankings, each, each + 1, False))
-            if watched.watch.token(float(parts[-1]["seconds"][0]), float(parts[-1]["hard"][0])):
-                changed = watched.ways[watched.watch.way]
-                timeline.switch_to(targets=tier.targets, **loading_of(changed, tier, timing))
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            parts.append(self._timeline.run(*inputs, each, each + 1, False))
+            watch = self._watched.watch
+            if watch.token(float(parts[-1]["seconds"][0]), float(parts[-1]["hard"][0])):
+                changed = loading_of(self._watched.ways[watch.way], self._tier, self._timing)
+                self._timeline.switch_to(targets=self._tier.targets, **changed)
+        return parts
 
-    if hurried:
-        play(0, hurried, True)
-        timeline.drain()
-    if warmup > hurried:
-        play(hurried, warmup)
-    if settled:
-        timeline.drain()
-    timeline.reset_stats()
-    figures = play(warmup, end)
-    figures.pop("hard")
-    return SimulatedRun(**figures, counters=timeline.stats())
+
+def simulate(
+    trace: Trace,
+    settings: CacheSettings,
+    tier: Tier,
+    timing: Timing,
+    **more: Unpack[Passes],
+) -> SimulatedRun:
+    """Play a whole trace on a near tier; arguments and errors as :class:`Simulation`."""
+    simulation = Simulation(trace, settings, tier, timing, **more)
+    simulation.advance()
+    return simulation.result()
 
 
 def loading_of(settings: CacheSettings, tier: Tier, timing: Timing) -> dict[str, Any]:
@@ -203,10 +290,10 @@ def loading_of(settings: CacheSettings, tier: Tier, timing: Timing) -> dict[str,
 
 
 def _timeline(
-    trace: Trace,
     settings: CacheSettings,
     tier: Tier,
     timing: Timing,
+    policy: _native.EvictionPolicy,
     group_items: int,
     counts_hard: bool,
 ) -> _native.Timeline:
@@ -220,7 +307,7 @@ def _timeline(
         pages=tier.pages,
         targets=tier.targets,
         reserve=tier.reserve,
-        policy=_policy(trace, settings, tier),
+        policy=policy,
         whole_experts=settings.whole_experts,
         **loading_of(settings, tier, timing),
         counts_hard=counts_hard,

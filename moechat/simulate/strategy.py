@@ -1,27 +1,17 @@
-"""Chooses the settings of ``auto`` for a machine, a model and a budget: the fastest in a simulation.
+"""The strategies that ``auto`` chooses from: settings that one native runner can switch between.
 
-Policies, prefetching and the division of missing blocks each pay on some machines and cost on others. The
-simulator makes the engine's decisions on another clock, so the candidates are simulated over the same routing
-and the fastest is taken. The choice is among settings that one native runner can switch between.
+Prefetching, targets and the division of missing blocks each pay on some machines and cost on others;
+:mod:`moechat.simulate.choice` finds the fastest for a machine, a model and a budget.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from moechat.configurator.costs import Costs
 from moechat.configurator.systems import CacheSettings
-from moechat.routing.statistics import RoutingStatistics
-from moechat.routing.trace import Trace
-from moechat.simulate.run import Ints, Tier, Watched, simulate
-from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
-from moechat.simulate.timing import Launch, Timing, timing_of
+from moechat.simulate.run import Watched
 from moechat.trials import Watch
 
 # Most layers ahead that a candidate predicts, unless the settings look further.
@@ -34,10 +24,6 @@ SELDOM_TITLE = "experts stay and are seldom replaced, the CPU computes what is m
 # Share by which it must be faster. Simulations know the routing of one kind of text. Where another follows,
 # as in recorded routing of several tasks, it takes up to 2 % longer than the fastest of the others.
 SELDOM_GAIN = 0.005
-# Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
-# more blocks, so that a choice takes a second or less.
-_FILLING = 200
-_TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,8 @@ class Chosen:
 
     Attributes:
         strategy: It.
-        seconds: Simulated seconds of a token, by name of the strategy.
+        seconds: Simulated seconds of a token, by name of the strategy. Strategies that were clearly slower
+            ran fewer tokens, and theirs are scaled: see :func:`moechat.simulate.race.race`.
     """
 
     strategy: Strategy
@@ -199,6 +186,19 @@ def watched(
     return Watched(Watch(list(ways), name, expected), ways)
 
 
+def fastest(found: list[Strategy], seconds: Mapping[str, float]) -> Strategy:
+    """The fastest of those that have times; but not :data:`SELDOM` for a gain that a change of the routing
+    would outweigh.
+    """
+    found = [each for each in found if each.name in seconds]
+    best = min(found, key=lambda each: seconds[each.name])
+    others = [each for each in found if each.name != SELDOM]
+    if best.name != SELDOM or not others:
+        return best
+    adaptive = min(others, key=lambda each: seconds[each.name])
+    return best if seconds[best.name] < (1 - SELDOM_GAIN) * seconds[adaptive.name] else adaptive
+
+
 def _loading(settings: CacheSettings) -> dict[str, Any]:
     """The settings of how missing experts are loaded or computed."""
     return {
@@ -225,116 +225,3 @@ def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strate
             for each in found[-2:]
         ]
     return found
-
-
-def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:
-    """Tokens that fill the cache before timing, and tokens that are timed.
-
-    Args:
-        layers: Number of expert layers.
-        top_k: Experts per token.
-        blocks: Blocks per expert.
-    """
-    timed = _TIMED_BLOCKS // (layers * top_k * blocks)
-    return _FILLING, min(max(timed, _LEAST_TIMED), _MOST_TIMED)
-
-
-def choose_strategy(
-    settings: CacheSettings,
-    tier_for: Callable[[CacheSettings], Tier],
-    timing: Timing,
-    trace: Trace,
-    rankings: Ints | None,
-    *,
-    only: Strategy | None = None,
-) -> Chosen:
-    """Simulate the candidates over one trace and take the fastest; :data:`SELDOM` has to gain something.
-
-    Args:
-        settings: Settings with ``choose``.
-        tier_for: The near tier of a candidate, with the same pages for all.
-        timing: Times of the machine.
-        trace: Routing; its last tokens, half of them at most, are timed.
-        rankings: Predictions for its tokens, at least :data:`LOOKAHEAD` layers ahead; ``None``: nothing is
-            predicted.
-        only: The one candidate; ``None``: all of them.
-
-    """
-    found = [only] if only else strategies(settings, far_computes=timing.far_block is not None)
-    filling, timed = lengths(trace.layers, trace.top_k, tier_for(found[0].settings).blocks)
-    timed = min(timed, -(-trace.tokens // 2))
-    filling = min(filling, trace.tokens - timed)
-    start = trace.tokens - timed - filling
-    last = np.ascontiguousarray(trace.experts[start:])
-    part = Trace(last, np.array([0, len(last)], dtype=np.int64), trace.num_experts)
-    ahead = None if rankings is None else rankings[:, start:]
-
-    def seconds_of(strategy: Strategy) -> float:
-        run = simulate(
-            part,
-            strategy.settings,
-            tier_for(strategy.settings),
-            timing,
-            rankings=None if ahead is None or not strategy.settings.ranks else _depth(ahead, strategy),
-            warmup=filling,
-            hurried=filling,
-        )
-        return run.tpot
-
-    with ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as pool:
-        seconds = dict(zip((each.name for each in found), pool.map(seconds_of, found), strict=True))
-    return Chosen(fastest(found, seconds), seconds)
-
-
-def fastest(found: list[Strategy], seconds: dict[str, float]) -> Strategy:
-    """The fastest; but not :data:`SELDOM` for a gain that a change of the routing would outweigh."""
-    best = min(found, key=lambda each: seconds[each.name])
-    others = [each for each in found if each.name != SELDOM]
-    if best.name != SELDOM or not others:
-        return best
-    adaptive = min(others, key=lambda each: seconds[each.name])
-    return best if seconds[best.name] < (1 - SELDOM_GAIN) * seconds[adaptive.name] else adaptive
-
-
-def _depth(rankings: Ints, strategy: Strategy) -> Ints:
-    return np.ascontiguousarray(rankings[: strategy.settings.lookahead])
-
-
-def choose_by_statistics(
-    settings: CacheSettings,
-    tier_for: Callable[[CacheSettings], Tier],
-    costs: Costs,
-    statistics: RoutingStatistics,
-    *,
-    threads: int,
-    launch: Launch,
-    only: Strategy | None = None,
-) -> Chosen:
-    """:func:`choose_strategy` over routing that is drawn from statistics.
-
-    Args:
-        settings: Settings with ``choose``.
-        tier_for: The near tier of a candidate, with the same pages for all.
-        costs: Times of the machine.
-        statistics: Counts, or the defaults of a family.
-        threads: Threads of the CPU.
-        launch: As :class:`moechat.simulate.timing.Timing`.
-        only: The one candidate; ``None``: all of them.
-    """
-    tier = tier_for(replace(settings, choose=False))
-    trace = drawn_routing(statistics, sum(lengths(statistics.layers, statistics.top_k, tier.blocks)))
-    timing = timing_of(
-        costs,
-        top_k=statistics.top_k,
-        blocks=tier.blocks,
-        block_bytes=tier.block_bytes,
-        far_threads=threads,
-        launch=launch,
-    )
-    rankings = None
-    if settings.predicts:
-        width = settings.ranked_experts(statistics.top_k)
-        rankings = drawn_rankings(
-            statistics, trace, width=width, lookahead=max(settings.lookahead, LOOKAHEAD)
-        )
-    return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)

@@ -15,13 +15,13 @@ from moechat.hardware.profile import HardwareProfile
 from moechat.hub.known_shapes import find_shape, shape_values
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
+from moechat.simulate.choice import choose_by_statistics
 from moechat.simulate.compare import Comparison, SimulateOptions
 from moechat.simulate.run import Ints, Watched, simulate
 from moechat.simulate.simulated_model import SimulatedModel
 from moechat.simulate.strategy import (
     LOOKAHEAD,
     Chosen,
-    choose_by_statistics,
     loadings,
     loads_as,
     strategies,

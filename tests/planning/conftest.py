@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cli_support import Cli
 
-from moechat.simulate import strategy
+from moechat.simulate import choice
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +18,9 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
 
 @pytest.fixture(scope="module")
 def short_simulations() -> Iterator[None]:
-    """A quarter of the tokens: a plan for a large model, which simulates ten strategies and more, takes two
-    seconds and not ten."""
+    """A quarter of the tokens: a plan for a large model simulates ten strategies and more."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_FILLING", "_TIMED_BLOCKS", "_LEAST_TIMED", "_MOST_TIMED"):
-            patch.setattr(strategy, name, getattr(strategy, name) // 4)
+        for name in ("_FILLING", "_MOVING", "_TIMED_BLOCKS", "_LEAST_TIMED", "_MOST_TIMED"):
+            patch.setattr(choice, name, getattr(choice, name) // 4)
+        patch.setattr(choice, "_ALONE", tuple(tokens // 4 for tokens in choice._ALONE))
         yield

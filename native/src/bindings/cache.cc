@@ -98,6 +98,22 @@ void policy_predict(EvictionPolicy& policy, std::int32_t layer, const py::array&
   policy.predict(layer, chosen.data, chosen.count);
 }
 
+void policy_follow(EvictionPolicy& policy, const py::array& experts) {
+  const auto shape = shape_of(experts);
+  if (shape.size() != 3 || shape[1] != policy.layers() || shape[2] < 1) {
+    refuse("experts has shape " + shape_text(shape) + "; it must be [tokens, " +
+           std::to_string(policy.layers()) + ", top_k]");
+  }
+  const std::int32_t* chosen = checked<std::int32_t>("experts", experts, shape);
+  for (std::int64_t i = 0; i < experts.size(); ++i) require_index("expert", chosen[i], policy.experts());
+  const std::vector<std::int32_t> once(static_cast<std::size_t>(shape[2]), 1);
+  for (std::int64_t token = 0; token < shape[0]; ++token) {
+    for (std::int32_t layer = 0; layer < policy.layers(); ++layer, chosen += shape[2]) {
+      policy.access(layer, chosen, once.data(), shape[2], 1);
+    }
+  }
+}
+
 // Drops the GIL, so it takes ownership of the policy and copies arrays that another thread could change.
 py::array_t<std::int64_t> demand_hits_py(PolicyHolder& holder, const py::array& experts,
                                          const std::vector<std::int32_t>& capacities, bool admit) {
@@ -250,6 +266,11 @@ void bind_policy(py::module_& m) {
           "keys",
           [](const PolicyHolder& self, std::int32_t layer) { return copy_of_keys(self.get(), layer); },
           py::arg("layer"))
+      .def(
+          "follow",
+          [](const PolicyHolder& self, const py::array& experts) { policy_follow(self.get(), experts); },
+          py::arg("experts"))
+      .def("copy", [](const PolicyHolder& self) { return PolicyHolder(self.get().copy()); })
       .def("reset", [](const PolicyHolder& self) { self.get().reset(); });
 }
 

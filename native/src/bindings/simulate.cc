@@ -252,6 +252,20 @@ void bind_simulate(py::module_& m) {
             self.call([&](Timeline& timeline) { timeline.start_warm(values, pairs); });
           },
           py::arg("shares"), py::arg("experts"))
+      .def(
+          "start_like",
+          [](Self& self, Self& other) {
+            if (&self == &other) refuse("a timeline cannot start like itself");
+            other.call([&](Timeline& source) {
+              const py::gil_scoped_acquire held;
+              self.call([&](Timeline& timeline) { timeline.start_like(source); });
+            });
+          },
+          py::arg("other"))
+      .def("copy_policy",
+           [](Self& self) {
+             return PolicyHolder(self.call([](Timeline& timeline) { return timeline.policy().copy(); }));
+           })
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)
       .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })

@@ -71,6 +71,7 @@ class Lcp final : public Clocked {
     Clocked::reset();
     std::fill(uses_.begin(), uses_.end(), 0);
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Lcp>(*this); }
 
  private:
   double growth_;
@@ -95,6 +96,7 @@ class Lru final : public Clocked {
       keys_[place(layer, experts[i])] = recency(clock, tokens[i], pass_tokens);
     }
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Lru>(*this); }
 };
 
 // Least frequently used: the key is the number of activations so far; ties keep the expert used last. The
@@ -116,6 +118,7 @@ class Lfu final : public Clocked {
     Clocked::reset();
     std::fill(uses_.begin(), uses_.end(), 0);
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Lfu>(*this); }
 
  private:
   std::vector<std::int64_t> uses_;
@@ -140,6 +143,7 @@ class Discount final : public Clocked {
       key = larger + std::log1p(std::exp(std::min(key, added) - larger));
     }
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Discount>(*this); }
 
  private:
   // Mean of gamma^0 .. gamma^(tokens - 1).
@@ -181,6 +185,7 @@ class TwoLevelLru final : public Clocked {
     std::fill(why_.begin(), why_.end(), std::uint8_t{0});
     std::fill(high_count_.begin(), high_count_.end(), 0);
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<TwoLevelLru>(*this); }
 
  private:
   static constexpr std::uint8_t kUsed = 1;
@@ -233,6 +238,7 @@ class Static final : public EvictionPolicy {
   }
   void access(std::int32_t, const std::int32_t*, const std::int32_t*, std::int64_t, std::int64_t) override {}
   void reset() override {}
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Static>(*this); }
 };
 
 // Belady's rule (Belady, 1966) on a known future: evicts the expert whose next use is farthest away, and
@@ -280,6 +286,7 @@ class Belady final : public Clocked {
     next_.assign(first_.begin(), first_.end() - 1);
     for (std::size_t at = 0; at < keys_.size(); ++at) look_ahead(at, 0);
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Belady>(*this); }
 
  private:
   std::int32_t chosen(std::int64_t token, std::int32_t layer, std::int32_t k) const {
@@ -354,6 +361,7 @@ class Blend final : public Clocked {
     Clocked::reset();
     for (std::vector<double>& rates : rates_) std::fill(rates.begin(), rates.end(), 0.0);
   }
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Blend>(*this); }
 
  private:
   static constexpr int kSpans = 3;

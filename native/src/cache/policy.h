@@ -54,8 +54,12 @@ class EvictionPolicy {
   const double* keys(std::int32_t layer) const { return keys_.data() + std::int64_t{layer} * experts_; }
   // Restores the state after construction.
   virtual void reset() = 0;
+  // A policy in the same state, which from now on changes by itself.
+  virtual std::unique_ptr<EvictionPolicy> copy() const = 0;
 
  protected:
+  EvictionPolicy(const EvictionPolicy&) = default;  // only for copy()
+  EvictionPolicy& operator=(const EvictionPolicy&) = delete;
   EvictionPolicy(std::string name, std::int32_t layers, std::int32_t experts)
       : name_(std::move(name)), layers_(layers), experts_(experts) {}
   std::string name_;

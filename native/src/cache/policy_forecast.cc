@@ -396,6 +396,8 @@ class Forecast final : public EvictionPolicy {
     std::fill(sum_.begin(), sum_.end(), 0.0f);
   }
 
+  std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<Forecast>(*this); }
+
  private:
   struct Layer {
     Floats rates;                    // [spans, experts]

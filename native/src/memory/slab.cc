@@ -130,6 +130,19 @@ void Slab::give(PageId page) {
   free_.push_back(page);
 }
 
+void Slab::take_next(const std::vector<PageId>& pages) {
+  std::vector<std::uint8_t> named(static_cast<std::size_t>(pages_));
+  for (const PageId page : pages) {
+    if (page >= pages_ || owner_[page] != kNoOwner || named[page] != 0) {
+      throw std::invalid_argument("page " + std::to_string(page) + " is not free, or named twice");
+    }
+    named[page] = 1;
+  }
+  free_.erase(std::remove_if(free_.begin(), free_.end(), [&](PageId page) { return named[page] != 0; }),
+              free_.end());
+  free_.insert(free_.end(), pages.rbegin(), pages.rend());
+}
+
 void Slab::populate() {
   if (mapping_ != nullptr) std::memset(base_, 0, static_cast<std::size_t>(pages_ * page_bytes_));
 }

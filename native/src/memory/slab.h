@@ -48,6 +48,9 @@ class Slab {
   PageId take(std::uint32_t owner);
   // Returns a page to the free list. Throws std::logic_error if the page is free already.
   void give(PageId page);
+  // Lets the next calls of `take` return these pages, in this order. Throws std::invalid_argument if one of
+  // them is not free or is named twice; nothing has changed then.
+  void take_next(const std::vector<PageId>& pages);
   std::uint32_t owner(PageId page) const { return owner_[page]; }
   void set_owner(PageId page, std::uint32_t owner) { owner_[page] = owner; }
   std::uint32_t generation(PageId page) const { return generation_[page]; }

@@ -179,6 +179,7 @@ class LayerSchedule {
   std::string check() const { return cache_.check(); }
   const ScheduleOptions& options() const { return options_; }
   SplitExpertCache& cache() { return cache_; }
+  const SplitExpertCache& cache() const { return cache_; }
   const EvictionPolicy& policy() const { return *policy_; }
   EvictionPolicy& policy() { return *policy_; }
   Slab& slab() { return slab_; }

@@ -111,6 +111,44 @@ void Timeline::start_warm(const std::vector<double>& shares,
   link_->hurry(hurried_);
 }
 
+void Timeline::start_like(const Timeline& other) {
+  const TimelineOptions& theirs = other.options_;
+  if (theirs.layers != options_.layers || theirs.experts != options_.experts ||
+      theirs.blocks != options_.blocks || theirs.pages != options_.pages) {
+    refuse("the other timeline has " + std::to_string(theirs.pages) + " pages for " +
+           std::to_string(theirs.layers) + " layers of " + std::to_string(theirs.experts) + " experts of " +
+           std::to_string(theirs.blocks) + " blocks; this one has " + std::to_string(options_.pages) + ", " +
+           std::to_string(options_.layers) + ", " + std::to_string(options_.experts) + " and " +
+           std::to_string(options_.blocks));
+  }
+  const SplitExpertCache& source = other.schedule_.cache();
+  SplitExpertCache& cache = schedule_.cache();
+  if (schedule_.slab().free_pages() < options_.pages) refuse("something is loaded here already");
+  if (source.in_flight() > 0) refuse("blocks of the other timeline are on their way");
+  const auto each_expert = [this](const auto& body) {
+    for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+      for (std::int32_t expert = 0; expert < options_.experts; ++expert) body(layer, expert);
+    }
+  };
+  std::vector<PageId> pages;
+  pages.reserve(at(options_.pages));
+  each_expert([&](std::int32_t layer, std::int32_t expert) {
+    for (std::int32_t block = 0; block < source.assigned(layer, expert); ++block) {
+      pages.push_back(source.page(layer, expert, block));
+    }
+  });
+  schedule_.slab().take_next(pages);
+  Plan plan;
+  each_expert([&](std::int32_t layer, std::int32_t expert) {
+    Want want{layer, layer, &expert, 1, true, source.assigned(layer, expert), false};
+    want.preload = true;
+    cache.plan(want, &plan);
+    cache.commit(&plan);
+    for (const Fetch& fetch : plan.fetches) cache.landed(fetch.page, 0);
+  });
+  schedule_.set_targets(targets_);  // of the experts that are there now, those with the highest keys stay
+}
+
 void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {
   check_loading(loading);
   const auto same = [](const LayerTarget& one, const LayerTarget& other) {

@@ -85,6 +85,10 @@ class Timeline {
   // As the engine after a start with statistics: as LayerSchedule::expect and ::preload, in no time.
   void start_warm(const std::vector<double>& shares,
                   const std::vector<std::pair<std::int32_t, std::int32_t>>& experts);
+  // Takes over, in no time, which blocks lie in which pages of another timeline, where nothing may be on its
+  // way. Protection follows this one's targets and policy. REQUIRES: nothing has been loaded here. Throws
+  // std::invalid_argument if their sizes differ.
+  void start_like(const Timeline& other);
   // Passes [from, to) of `passes`; predictions may name tokens of later ones. out [to - from].
   // `hurried`: transfers take no time, nor do the layers' other parts. `interrupted` is called a few times a
   // second and may throw: the timeline can then only be destroyed.
@@ -97,6 +101,7 @@ class Timeline {
   void drain() { schedule_.drain(clock_.get()); }
 
   double now() const { return now_; }
+  const EvictionPolicy& policy() const { return schedule_.policy(); }
   // compute_seconds: of the near tier; stall_seconds: the rest of the layers' experts.
   ScheduleStats stats() const;
   void reset_stats();
