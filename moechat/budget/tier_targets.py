@@ -5,7 +5,7 @@ If no plan can be made, every layer gets the same share, and :attr:`TierTargets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +22,9 @@ from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
 from moechat.simulate.choice import choose_by_statistics
+from moechat.simulate.kept_choices import kept_choice
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import Chosen, Strategy, too_small_for_a_cache
+from moechat.simulate.strategy import Chosen, Strategy, strategies, too_small_for_a_cache
 from moechat.simulate.timing import Launch
 
 # How each tier computes.
@@ -133,17 +134,11 @@ def _chosen(
         return _tier(geometry, pages, top_k, plans[candidate])
 
     try:
-        chosen = choose_by_statistics(
-            settings,
-            tier_for,
-            knowledge.costs,
-            knowledge.statistics,
-            threads=knowledge.threads,
-            launch=_LAUNCHES[knowledge.near],
-            only=strategy,
-        )
+        inputs = ("choice", geometry, layers, pages, top_k, settings, reserve, strategy)
+        chosen = _simulated(inputs, settings, tier_for, knowledge, strategy)
     except Exception as error:  # damaged files must not prevent a chat
         return replace(usual, notes=(f"no strategy could be chosen: {error!r}",))
+    tier_for(chosen.strategy.settings)
     plan = replace(plans[chosen.strategy.settings], strategy=chosen)
     reason = None if strategy is not None else too_small_for_a_cache(chosen, pages, geometry.record_bytes)
     return plan if reason is None else replace(plan, notes=(*plan.notes, reason))
@@ -164,15 +159,46 @@ def simulated_seconds(
     assert plan.strategy is not None
     assert knowledge.statistics is not None
     strategy = plan.strategy.strategy
-    return choose_by_statistics(
-        strategy.settings,
-        lambda _: _tier(geometry, pages, top_k, plan),
-        knowledge.costs,
-        knowledge.statistics,
-        threads=knowledge.threads,
-        launch=_LAUNCHES[knowledge.near],
-        only=strategy,
+    inputs = ("seconds", geometry, pages, top_k, plan.targets.tolist(), plan.reserve, strategy)
+    return _simulated(
+        inputs, strategy.settings, lambda _: _tier(geometry, pages, top_k, plan), knowledge, strategy
     ).seconds_of_choice
+
+
+def _simulated(
+    inputs: tuple[object, ...],
+    settings: CacheSettings,
+    tier_for: Callable[[CacheSettings], Tier],
+    knowledge: Knowledge,
+    only: Strategy | None,
+) -> Chosen:
+    """A kept choice, or the fastest of the candidates over routing that is drawn from the statistics.
+
+    Args:
+        inputs: All that it depends on, besides the knowledge.
+        settings: See :func:`moechat.simulate.choice.choose_by_statistics`, and for ``tier_for`` and ``only``.
+        tier_for: The near tier of a candidate.
+        knowledge: Costs and statistics.
+        only: The one candidate.
+    """
+    statistics, costs = knowledge.statistics, knowledge.costs
+    assert statistics is not None
+    launch = _LAUNCHES[knowledge.near]
+    candidates = [only] if only else strategies(settings, far_computes=costs.far_computes)
+    known = (costs, statistics.digest(), knowledge.threads, launch)
+    return kept_choice(
+        (*inputs, *known),
+        candidates,
+        lambda: choose_by_statistics(
+            settings,
+            tier_for,
+            costs,
+            statistics,
+            threads=knowledge.threads,
+            launch=launch,
+            only=only,
+        ),
+    )
 
 
 def _tier(geometry: ExpertGeometry, pages: int, top_k: int, plan: TierTargets) -> Tier:

@@ -87,7 +87,7 @@ class Cases:
         found: The model.
         machine: The machine.
         options: As for loading.
-        keep_outline: Keep a model's outline in the user's cache, for later plans.
+        keep: Keep a model's outline in the user's cache, for later plans.
 
     Attributes:
         outline: The model's sizes.
@@ -104,7 +104,7 @@ class Cases:
     """
 
     def __init__(
-        self, found: PlannedModel, machine: Machine, options: LoadOptions, *, keep_outline: bool = False
+        self, found: PlannedModel, machine: Machine, options: LoadOptions, *, keep: bool = False
     ) -> None:
         self.machine, self.settings = machine, options.settings
         on_gpu = machine.near == "gpu"
@@ -118,7 +118,7 @@ class Cases:
                 on_gpu=on_gpu,
                 headers=found.headers,
                 directory=user_paths().cache / "outlines",
-                keep=keep_outline,
+                keep=keep,
             )
             self.geometry, self.remark = found.geometry(self.outline)
         self.ctx = None if options.ctx is None else context_length(self.outline.stated_context, options.ctx)

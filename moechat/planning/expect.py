@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from moechat.config import user_paths
 from moechat.hardware.profile import HardwareProfile
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.planning.cases import Cases
@@ -15,6 +16,7 @@ from moechat.planning.place import place
 from moechat.planning.routing_range import routing_range
 from moechat.planning.source import find_model
 from moechat.planning.words import by_origin
+from moechat.simulate.kept_choices import kept_choices
 from moechat.simulate.shared_draws import shared_draws
 
 # ``measured``: every figure was measured on the machine. ``estimate``: some are published, or follow from a
@@ -84,7 +86,7 @@ def expect(
     wants_gpu = None if parsed.device is None and parsed.vram is None else parsed.gpu is not None
     found = find_model(model, parsed.bits)
     machine = find_machine(profile, gpu=wants_gpu)
-    with shared_draws():
+    with shared_draws(), kept_choices(user_paths().cache / "choices", write=False):
         cases = Cases(found, machine, parsed)
         placed = place(cases, parsed)
         ends = routing_range(cases, placed.case, placed.ram_share)

@@ -8,6 +8,7 @@ from typing import Unpack
 
 from moechat.budget.memory_plan import least_budget
 from moechat.budget.needs import SPEED_CONTEXT
+from moechat.config import user_paths
 from moechat.errors import DoesNotFitError
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.options import LoadKeywords, LoadOptions
@@ -21,6 +22,7 @@ from moechat.planning.routing_range import routing_range
 from moechat.planning.source import PlannedModel, find_model
 from moechat.planning.speed import figures_used, kept_share
 from moechat.planning.words import bottleneck, by_origin, notes
+from moechat.simulate.kept_choices import kept_choices
 from moechat.simulate.shared_draws import shared_draws
 from moechat.validation import require_model
 
@@ -54,14 +56,14 @@ def plan(
         UnsupportedModelError: moechat cannot run it.
         DoesNotFitError: The memory is too small; the message has every part and the least that works.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=False, keep_outline=True)
+    return _plan(model, profile, LoadOptions.parse(options), brief=False, keep=True)
 
 
 def brief_plan(
     model: str | Path,
     *,
     profile: str | Path | HardwareProfile | None = None,
-    keep_outline: bool = True,
+    keep: bool = True,
     **options: Unpack[LoadKeywords],
 ) -> Plan:
     """Like :func:`plan`, in half the time: without other budgets, and without the plans that would be made at
@@ -70,10 +72,10 @@ def brief_plan(
     Args:
         model: As for :func:`plan`.
         profile: As for :func:`plan`.
-        keep_outline: Write a model's outline to the user's cache, as :func:`plan` does.
+        keep: Keep what is computed in the user's cache, as :func:`plan` does.
         options: As for :func:`plan`.
     """
-    return _plan(model, profile, LoadOptions.parse(options), brief=True, keep_outline=keep_outline)
+    return _plan(model, profile, LoadOptions.parse(options), brief=True, keep=keep)
 
 
 def _plan(
@@ -82,14 +84,14 @@ def _plan(
     options: LoadOptions,
     *,
     brief: bool,
-    keep_outline: bool,
+    keep: bool,
 ) -> Plan:
     require_model(model)
     wants_gpu = None if options.device is None and options.vram is None else options.gpu is not None
     found = find_model(model, options.bits)  # before the machine: a wrong name is the cheaper error
     machine = find_machine(profile, gpu=wants_gpu)
-    with shared_draws():
-        return _made(Cases(found, machine, options, keep_outline=keep_outline), found, options, brief=brief)
+    with shared_draws(), kept_choices(user_paths().cache / "choices", write=keep):
+        return _made(Cases(found, machine, options, keep=keep), found, options, brief=brief)
 
 
 def _made(cases: Cases, found: PlannedModel, options: LoadOptions, *, brief: bool) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,6 +59,19 @@ class RoutingStatistics:
                 raise ValueError(f"{name} has shape {list(array.shape)}, not {list(shape)}")
             if array.size and array.min() < 0:
                 raise ValueError(f"{name} has a negative count")
+
+    def digest(self) -> str:
+        """SHA-256 of all counts, in hexadecimal."""
+        whole = hashlib.sha256(repr((self.policy, self.top_k, self.tokens, self.activations.shape)).encode())
+        for array in (
+            self.predicted,
+            self.activations,
+            self.ranks,
+            self.hits_of_prediction,
+            self.ranks_of_prediction,
+        ):
+            whole.update(np.ascontiguousarray(array).tobytes())
+        return whole.hexdigest()
 
     @classmethod
     def zero(

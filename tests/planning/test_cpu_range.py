@@ -83,7 +83,7 @@ def test_only_a_plan_keeps_the_outline_and_speeds_read_it(
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
     before = expect(config, profile=machine(8, 20, 60), vram="830M")
-    brief_plan(config, profile=machine(8, 20, 60), vram="830M", keep_outline=False)
+    brief_plan(config, profile=machine(8, 20, 60), vram="830M", keep=False)
     assert not (tmp_path / "home").exists()
     moechat.plan(config, profile=machine(8, 20, 60), vram="830M")
     assert len(list((tmp_path / "home" / "cache" / "outlines").iterdir())) == 1

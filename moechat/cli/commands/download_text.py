@@ -104,7 +104,7 @@ def _memory(plan: DownloadPlan) -> _Memory:
 
     least: int | None = None
     try:
-        brief_plan(str(plan.config), keep_outline=False, bits=plan.geometry.bits, ram=_TOO_SMALL_BUDGET)
+        brief_plan(str(plan.config), keep=False, bits=plan.geometry.bits, ram=_TOO_SMALL_BUDGET)
     except DoesNotFitError as error:
         least = error.least_bytes
     except MoechatError:  # the download works without a memory plan
