@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from moechat.budget.memory_plan import least_budget
 from moechat.budget.needs import SPEED_CONTEXT
@@ -23,7 +23,7 @@ from moechat.planning.source import PlannedModel, find_model
 from moechat.planning.speed import figures_used, kept_share
 from moechat.planning.words import bottleneck, by_origin, notes
 from moechat.simulate.kept_choices import kept_choices
-from moechat.simulate.shared_draws import shared_draws
+from moechat.simulate.shared_draws import in_threads, shared_draws
 from moechat.validation import require_model
 
 # Bookkeeping and margin beside the experts where all of them are near.
@@ -188,7 +188,12 @@ def _speed(
     if far is None:  # nothing is moved, or computed elsewhere
         costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
     ends = None if brief else cpu_range(cases, case, far, ram_share)
-    rates = cpu_rates(cases, case, far, ram_share) if ends is None else ends.same_plan_rates
+
+    def rates() -> tuple[float, float] | None:
+        return cpu_rates(cases, case, far, ram_share) if ends is None else ends.same_plan_rates
+
+    calls: tuple[Callable[[], Any], ...] = (rates, lambda: routing_range(cases, case, ram_share))
+    at_ends, by_routing = in_threads(lambda call: call(), calls)
     return Speed(
         basis="estimate",
         times="estimate" if cases.times is None else "measured",
@@ -200,8 +205,8 @@ def _speed(
         origins=by_origin(used),
         costs=_rated(costs),
         cpu_range=ends,
-        cpu_rates=rates,
-        routing_range=routing_range(cases, case, ram_share),
+        cpu_rates=at_ends,
+        routing_range=by_routing,
     )
 
 
