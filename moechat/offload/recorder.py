@@ -57,12 +57,13 @@ class _Recording:
     ) -> torch.Tensor:
         out = self._runner.forward(hidden, top_k_index, top_k_weights)
         rows = len(hidden)
-        # Copies, since a model may reuse its tensors.
-        self._layer.experts.append(top_k_index.detach().reshape(rows, -1).numpy().astype(np.int32))
-        weights = top_k_weights.detach().reshape(rows, -1).to(torch.float16)
-        self._layer.weights.append(weights.numpy().copy())
+        # Copies, since a model may reuse its tensors. All before the first is kept: Ctrl-C may come between.
+        experts = top_k_index.detach().reshape(rows, -1).numpy().astype(np.int32)
+        weights = top_k_weights.detach().reshape(rows, -1).to(torch.float16).numpy().copy()
         if self._gates is not None:
             self._layer.gates.append(self._gates(hidden.detach()))
+        self._layer.weights.append(weights)
+        self._layer.experts.append(experts)
         return out
 
 

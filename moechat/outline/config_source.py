@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moechat.errors import CheckpointError
 from moechat.hub.known_shapes import shape_bytes
 from moechat.store.checkpoint_files import config_bytes
 
@@ -21,11 +22,13 @@ class ConfigSource:
         read: Makes transformers' configuration of it, which imports torch and transformers; raises
             :class:`~moechat.errors.UnsupportedModelError` if it cannot be used.
         shape: Name of the known shape that it is, if it is one.
+        is_still: Whether the digest is still that of all that :attr:`read` reads.
     """
 
     digest: str
     read: Callable[[], Any]
     shape: str | None = None
+    is_still: Callable[[], bool] = lambda: True
 
 
 def known_shape(name: str) -> ConfigSource:
@@ -47,7 +50,7 @@ def config_in(path: Path) -> ConfigSource:
     """The configuration in a model's directory, or in a file like a ``config.json``.
 
     Raises:
-        CheckpointError: It is missing or cannot be read.
+        CheckpointError: It is missing, cannot be read, or is no JSON object.
     """
 
     def read() -> Any:
@@ -55,7 +58,18 @@ def config_in(path: Path) -> ConfigSource:
 
         return read_config(path)
 
-    return ConfigSource(hashlib.sha256(config_bytes(path)).hexdigest(), read)
+    content = config_bytes(path)
+    digest = hashlib.sha256(content).hexdigest()
+    # transformers reads other files in place of this one if it names some.
+    alone = b'"configuration_files"' not in content
+    return ConfigSource(digest, read, is_still=lambda: alone and _digest_now(path) == digest)
+
+
+def _digest_now(path: Path) -> str:
+    try:
+        return hashlib.sha256(config_bytes(path)).hexdigest()
+    except CheckpointError:
+        return ""
 
 
 def read_now(source: ConfigSource) -> ConfigSource:

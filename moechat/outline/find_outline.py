@@ -54,7 +54,7 @@ def find_outline(
         found = read_outline(directory, request)
     if found is None:
         found = count_outline(config, request, headers)
-        if directory is not None and keep:
+        if directory is not None and keep and config.is_still():
             write_outline(directory, request, found)
     return found
 

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import moechat
+from moechat import _native
 from moechat.atomic_file import replacing
 from moechat.errors import UsageError
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, PLAIN_KV_BITS, DenseBits
@@ -27,8 +29,10 @@ _FORMAT = 1
 _MOST_FILES = 256
 _MOST_BYTES = 1 << 20
 _PACKAGE = Path(__file__).parents[1]
-# Rooms whose code the numbers depend on.
-_ROOMS = ("models", "sizes", "outline")
+# Rooms whose code the numbers depend on, beside the native core and the geometry.
+_ROOMS = ("models", "sizes", "outline", "store")
+# Beyond the integers of the native core.
+_MOST = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def read_outline(directory: Path, request: OutlineRequest) -> ModelOutline | Non
         with open(directory / f"{outline_key(request)}.json", "rb") as file:
             content = json.loads(file.read(_MOST_BYTES))
         outline = from_plain(ModelOutline, content)
-    except (OSError, ValueError, RecursionError, UsageError):
+    except (OSError, ValueError, OverflowError, RecursionError, UsageError):
         return None
     return outline if _is_sound(outline) else None
 
@@ -78,30 +82,41 @@ def write_outline(directory: Path, request: OutlineRequest, outline: ModelOutlin
 
 def outline_key(request: OutlineRequest) -> str:
     """Name of the file of a request: a hash over it and the versions of all code that counts."""
-    parts = (_FORMAT, request, library_versions(), _own_code())
+    parts = (_FORMAT, request, moechat.__version__, library_versions(), _own_code())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that a model is counted with; importing them to ask would take seconds."""
-    return {name: metadata.version(name) for name in ("torch", "transformers")}
+    """Versions of the libraries that a model is counted with; importing them to ask would take seconds. Empty
+    where a library does not tell.
+    """
+    found = {}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 @cache
 def _own_code() -> list[tuple[str, int, int]]:
     """Sizes and times of the files that count: between two releases they tell versions apart."""
     files = sorted(file for room in _ROOMS for file in (_PACKAGE / room).rglob("*.py"))
+    files += [_PACKAGE / "geometry.py", *([Path(_native.__file__)] if _native.__file__ else [])]
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _is_sound(outline: ModelOutline) -> bool:
-    """Whether the numbers of a file can be those of a model: a damaged one must not make a division fail."""
-    return _no_negative(to_plain(outline)) and outline.chunk >= 1 and outline.top_k >= 1
+    """Whether the numbers of a file can be those of a model."""
+    sizes = outline.sizes
+    divisors = (outline.chunk, outline.top_k, sizes.heads, sizes.kv_heads, sizes.compressed, sizes.experts)
+    return min(divisors) >= 1 and bool(outline.expert_layers) and _in_range(to_plain(outline))
 
 
-def _no_negative(value: Any) -> bool:
+def _in_range(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(map(_no_negative, value.values()))
+        return all(map(_in_range, value.values()))
     if isinstance(value, list):
-        return all(map(_no_negative, value))
-    return not isinstance(value, int | float) or value >= 0
+        return all(map(_in_range, value))
+    return not isinstance(value, int | float) or 0 <= value < _MOST

@@ -89,14 +89,13 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
 
     Raises:
         ModelNotFoundError: There is no such model.
-        MoechatError: It cannot be read or run.
+        MoechatError: Its files cannot be read. Whether moechat can run it is found when it is counted.
     """
     text = str(model)
     if _is_file(text):
         path = Path(text).expanduser().resolve()
         name = path.parent.name or path.name if path.name == "config.json" else path.name
-        with refusals_with_hint(name):
-            return PlannedModel(name, config_in(path), bits or DEFAULT_BITS, "none")
+        return PlannedModel(name, config_in(path), bits or DEFAULT_BITS, "none")
     try:
         ref = resolve(text, bits=bits)
     except ModelNotFoundError as error:

@@ -36,7 +36,7 @@ MAX_EXPERTS = 1 << 20
 _MAX_SEQUENCES = 1 << 24
 _ALIKE_CHUNK = 8192
 _NPY_HEADER_BYTES = 1 << 12
-_KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths", *ARRAYS)
+_KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths")
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class Trace:
         prompts = self.prompt_lengths
         if prompts is not None and ((prompts < 0) | (prompts > np.diff(self.offsets))).any():
             raise ValueError("prompt_lengths holds a number that is negative or more than its sequence has")
-        if self.gates is not None:
-            self.gates.require_shape(self.tokens, self.layers, self.num_experts)
+        shape = (self.tokens, self.layers, self.num_experts)
+        if self.gates is not None and self.gates.gates.shape != shape:
+            raise ValueError(f"gates has shape {list(self.gates.gates.shape)}, not {list(shape)}")
 
     @property
     def tokens(self) -> int:
@@ -119,8 +120,13 @@ class Trace:
         return len(self.offsets) - 1
 
     @classmethod
-    def read(cls, path: str | Path) -> Trace:
+    def read(cls, path: str | Path, *, gates: bool = False) -> Trace:
         """Read a trace file.
+
+        Args:
+            path: The file.
+            gates: Also what :mod:`moechat.routing.trace_gates` describes; replaying a trace does not need it,
+                and it is most of the file.
 
         Raises:
             UsageError: The file does not exist or is not a trace; the message gives the reason.
@@ -132,7 +138,8 @@ class Trace:
                 raise ValueError("it is not an .npz file")
             _require_small(path)
             with np.load(path, allow_pickle=False) as file:
-                return _from_arrays({name: file[name] for name in _KNOWN if name in file.files})
+                names = (*_KNOWN, *ARRAYS) if gates else _KNOWN
+                return _from_arrays({name: file[name] for name in names if name in file.files})
         except FileNotFoundError:
             raise UsageError(f"there is no trace {path}") from None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
@@ -254,9 +261,9 @@ def _require_small(path: Path) -> None:
         "weights": 8 * MAX_CHOICES,
         "tokens": 8 * MAX_CHOICES,
         "prompt_lengths": 8 * _MAX_SEQUENCES,
-        "gates": 8 * MAX_GATES,
+        "gates": 4 * MAX_GATES,
         "embedding_ids": 8 * MAX_EXPERTS,
-        "embeddings": 8 * MAX_GATES,
+        "embeddings": 4 * MAX_GATES,
     }
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -299,7 +306,7 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
         _weights(arrays),
         _integers(arrays, "tokens", np.int32),
         _integers(arrays, "prompt_lengths", np.int64),
-        gates_of(arrays),
+        gates_of(arrays, (*experts.shape[:2], num_experts)),
     )
 
 

@@ -56,17 +56,6 @@ class TraceGates:
         if not sound.all() or (self.gates < 0).any():
             raise ValueError("gates holds a row that is no distribution")
 
-    def require_shape(self, tokens: int, layers: int, experts: int) -> None:
-        """Refuse a trace of another shape.
-
-        Raises:
-            ValueError: It has another shape.
-        """
-        if self.gates.shape != (tokens, layers, experts):
-            raise ValueError(
-                f"gates has shape {list(self.gates.shape)}, not {[tokens, layers, experts]} as the trace"
-            )
-
     def rows(self, rows: slice) -> TraceGates:
         """Those of some tokens, with all embeddings."""
         return TraceGates(np.ascontiguousarray(self.gates[rows]), self.embedding_ids, self.embeddings)
@@ -80,27 +69,38 @@ class TraceGates:
         }
 
 
-def gates_of(arrays: Mapping[str, npt.NDArray[Any]]) -> TraceGates | None:
+def gates_of(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int, int]) -> TraceGates | None:
     """What a file has of :data:`ARRAYS`; ``None`` if it has no gates.
 
     Args:
         arrays: Arrays of the file.
+        shape: Tokens, layers and experts of its trace.
 
     Raises:
-        ValueError: They have other types, or contradict each other.
+        ValueError: They have other types or shapes, or contradict each other.
     """
     if "gates" not in arrays:
         return None
+    # Shapes before values: a small file can unpack to very many.
+    gates = arrays["gates"]
+    if gates.shape != shape:
+        raise ValueError(f"gates has shape {list(gates.shape)}, not {list(shape)} as the trace")
+    if gates.size > MAX_GATES:
+        raise ValueError(f"gates has {gates.size} entries, more than {MAX_GATES}")
     ids = arrays.get("embedding_ids", np.zeros(0, dtype=np.int32))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"embedding_ids has type {ids.dtype} and shape {list(ids.shape)}, not integers [u]")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(np.int32).max:
+        raise ValueError(f"embedding_ids runs from {ids.min()} to {ids.max()}; an id is an int32 from 0 on")
     embeddings = arrays.get("embeddings", np.zeros((len(ids), 0), dtype=np.float16))
-    for name, array in (("gates", arrays["gates"]), ("embeddings", embeddings)):
+    if embeddings.size > MAX_GATES:
+        raise ValueError(f"embeddings has {embeddings.size} entries, more than {MAX_GATES}")
+    for name, array in (("gates", gates), ("embeddings", embeddings)):
         if array.dtype.kind != "f":
             raise ValueError(f"{name} has type {array.dtype}, not floating point")
-    if ids.dtype.kind not in "iu" or (ids.size and int(ids.max()) > np.iinfo(np.int32).max):
-        raise ValueError(f"embedding_ids has type {ids.dtype}, or holds more than int32 does")
     with np.errstate(over="ignore"):  # what becomes infinite is refused
         return TraceGates(
-            np.ascontiguousarray(arrays["gates"], dtype=np.float16),
+            np.ascontiguousarray(gates, dtype=np.float16),
             ids.astype(np.int32),
             np.ascontiguousarray(embeddings, dtype=np.float16),
         )

@@ -1,7 +1,7 @@
 """Keeps what the simulations of a plan have found, so that the same plan, made again, simulates nothing.
 
 A choice of a strategy takes up to a second. It depends on the model's sizes, the pages, the settings, the
-costs of the machine, the routing statistics and the code, and on nothing else. A file that cannot be read
+costs of the machine, the routing statistics and the code. A file that cannot be read
 counts as missing, and one that cannot be written changes nothing.
 """
 
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
+import moechat
 from moechat import _native
 from moechat.atomic_file import replacing
 from moechat.simulate.strategy import Chosen, Strategy
@@ -76,7 +79,8 @@ def kept_choice(
 
 
 def _key(inputs: Sequence[object]) -> str:
-    return hashlib.sha256(repr((_FORMAT, _own_code(), *inputs)).encode()).hexdigest()
+    parts = (_FORMAT, moechat.__version__, np.__version__, _own_code(), *inputs)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @cache

@@ -26,14 +26,14 @@ _MARKS = (20, 32, 48, 64, 96, 128, 160)
 _SETTLING = 12
 # A candidate is dropped if it is slower by this many standard errors of the difference, or would be if it
 # were slower by this share of the time: smaller differences are worth no tokens.
-_UNSURE = 3.0
-_WORTH = 0.002
+_STANDARD_ERRORS = 3.0
+_NEGLIGIBLE = 0.002
 # Candidates that load in different ways approach their usual state at different speeds. They are dropped only
 # for a difference of at least this many tokens: 5 % after 20 tokens, 1 % after 100.
 _UNLIKE_TOKENS = 1.0
 # These replace almost nothing in a cache that others have filled, so at first they seem too fast: no other
 # candidate is dropped for them.
-_LIVING_ON_OTHERS = ("seldom", "cpu")
+_FAST_AT_FIRST = ("seldom", "cpu")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def race(entrants: Sequence[Entrant], pick: Callable[[Mapping[str, float]], str]
             left = _kept(left, slower)
             if mark == _MARKS[-1]:
                 left = _picked(left, pick, slower, _SETTLING)
+            if len(left) == 1:
+                break
     left = _picked(left, pick, slower, 0)
     seconds = {left[0].name: float(left[0].simulation.seconds.mean())}
     # Those that were dropped last were dropped for one that was left, and so on.
@@ -101,7 +103,7 @@ def _advance(entrant: Entrant, mark: int) -> None:
 
 def _kept(left: Sequence[Entrant], slower: dict[str, tuple[str, float]]) -> list[Entrant]:
     """Those that may still be the fastest; the others are added to ``slower``."""
-    leading = [each for each in left if each.settings.miss not in _LIVING_ON_OTHERS] or left
+    leading = [each for each in left if each.settings.miss not in _FAST_AT_FIRST] or left
     times = {each.name: each.seconds[_SETTLING:] for each in left}
     first = min(leading, key=lambda each: float(times[each.name].mean()))
     usual = float(times[first.name].mean())
@@ -110,7 +112,7 @@ def _kept(left: Sequence[Entrant], slower: dict[str, tuple[str, float]]) -> list
         gaps = (times[each.name] - times[first.name]) / usual
         gap, error = float(gaps.mean()), float(gaps.std(ddof=1)) / len(gaps) ** 0.5
         least = 0.0 if each.is_like(first) else _UNLIKE_TOKENS / len(each.seconds)
-        if each is first or gap < least or gap + _WORTH <= _UNSURE * error:
+        if each is first or gap < least or gap + _NEGLIGIBLE <= _STANDARD_ERRORS * error:
             kept.append(each)
         else:
             slower[each.name] = first.name, _ratio(each, first, _SETTLING)

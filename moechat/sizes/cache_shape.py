@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moechat.geometry import PLAIN_KV_BITS
 
-# Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
+# Most prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
 PREFILL_CHUNK = 1024
 # :attr:`CacheShape.appendable` of a model that takes prompts of all lengths in parts.
@@ -24,8 +24,8 @@ class CacheShape:
 
     Attributes:
         exact: Measured in a trial pass of the model; else an upper bound from the configuration.
-        reserved: The cache is transformers' ``DynamicCache``, so its layers can be :class:`ReservedLayer` and
-            :class:`WindowLayer`.
+        reserved: The cache is transformers' ``DynamicCache``, so its layers can be those of
+            :mod:`moechat.models.cache_layers`, which grow without a copy.
         appendable: Most tokens of a prompt that may be computed in parts; 0: none.
         fixed_bytes: Bytes that do not depend on the number of tokens.
         growing: For each growing tensor: bytes per token, and the number of tokens after which it stops

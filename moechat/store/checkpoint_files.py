@@ -32,15 +32,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         CheckpointError: It is missing or malformed.
     """
     path = directory / CONFIG_FILE
-    data = _read_limited(path)
-    try:
-        # Not strict: some published configs repeat keys or contain Infinity, and transformers reads them.
-        config = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is not valid JSON: {problem}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return config
+    return _config_of(path, _read_limited(path))
 
 
 def config_bytes(path: Path) -> bytes:
@@ -50,9 +42,23 @@ def config_bytes(path: Path) -> bytes:
         path: The file, or its directory.
 
     Raises:
-        CheckpointError: It is missing or cannot be read.
+        CheckpointError: It is missing, cannot be read, or is no JSON object.
     """
-    return _read_limited(path / CONFIG_FILE if path.is_dir() else path)
+    path = path / CONFIG_FILE if path.is_dir() else path
+    data = _read_limited(path)
+    _config_of(path, data)
+    return data
+
+
+def _config_of(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        # Not strict: some published configs repeat keys or contain Infinity, and transformers reads them.
+        config = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path} is not valid JSON: {problem}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config
 
 
 def read_index(directory: Path) -> dict[str, str]:

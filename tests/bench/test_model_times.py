@@ -11,11 +11,12 @@ import torch
 
 from moechat import _native
 from moechat.bench import model_times
-from moechat.bench.decode import Bench, ExpertsPart
+from moechat.bench.decode import Bench
 from moechat.bench.model_times import decoder_layer, measure_model_times, times_key
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, UnsupportedModelError
 from moechat.hardware.times_file import load_times, save_times
+from moechat.loading.model import ExpertsPart
 
 
 def test_times_add_up_to_a_token(engine: Engine) -> None:

@@ -19,12 +19,13 @@ from moechat.hub.known_shapes import shape_names
 LIGHT = [name for name in shape_names() if name not in {_WITH_SYMPY}]
 """
     + """
-from moechat.models.outlining import known_config, outline_model
+from moechat.models.outlining import headers_of, known_config, outline_skeleton
+from moechat.models.skeleton import build_skeleton
 def outlines():
     for number, name in enumerate(LIGHT):
         dtype = (torch.float32, torch.bfloat16)[number % 2]
-        found = outline_model(known_config(name), dtype, dense_bits="auto")
-        print(name, found)
+        skeleton = build_skeleton(known_config(name), dtype)
+        print(name, outline_skeleton(skeleton, dtype, dense_bits="auto", source=headers_of(skeleton, "BF16")))
 """
 )
 

@@ -28,10 +28,16 @@ def modules(count: int = 2) -> list[nn.Module]:
     return made
 
 
-def feed(module: nn.Module, index: list[list[int]], weights: torch.Tensor | None = None) -> torch.Tensor:
+def feed(
+    module: nn.Module,
+    index: list[list[int]],
+    weights: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
     chosen = torch.tensor(index)
+    given_hidden = torch.ones(len(index), 3) if hidden is None else hidden
     given = torch.full(chosen.shape, 0.5) if weights is None else weights
-    out: torch.Tensor = module._moechat_layer.forward(torch.ones(len(index), 3), chosen, given)  # type: ignore[union-attr]
+    out: torch.Tensor = module._moechat_layer.forward(given_hidden, chosen, given)  # type: ignore[union-attr]
     return out
 
 
@@ -128,16 +134,18 @@ def test_distributions_of_the_routers_are_recorded_with_the_embeddings_of_the_to
     recorder = RoutingRecorder(
         [first, second], 8, routers=[Router(weight), None], embed=lambda ids: table[ids]
     )
+    hidden = torch.randn((4, 3), generator=torch.Generator().manual_seed(3))
     with recorder.attached():
         for module in (first, second):
-            feed(module, [[0, 1], [2, 3]])
+            feed(module, [[0, 1], [2, 3]], hidden=hidden[:2])
         for module in (first, second):
-            feed(module, [[4, 5]])
+            feed(module, [[4, 5]], hidden=hidden[2:3])
         recorder.forget(1, 2)
-        recorder.end_sequence([30, 10], 1)
+        feed(first, [[6, 7]], hidden=hidden[3:])  # the second layer was interrupted
+        recorder.end_sequence([30, 10, 5], 1)
     trace = recorder.trace()
     assert trace.gates is not None
-    expected = torch.nn.functional.linear(torch.ones(3), weight).softmax(0)
+    expected = torch.nn.functional.linear(hidden[[0, 2]], weight).softmax(-1)
     assert np.allclose(trace.gates.gates[:, 0], expected, atol=1e-3)
     assert (trace.gates.gates[:, 1] == 0).all()  # its router is unknown
     assert trace.gates.embedding_ids.tolist() == [10, 30]

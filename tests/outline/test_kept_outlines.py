@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 from tiny import SHAPES, tiny_config
 
 from moechat.errors import UsageError
@@ -66,6 +67,18 @@ def test_the_package_has_the_outlines_of_known_shapes_as_they_are_counted(name: 
     assert found.cache.exact
     text = known_config(name).get_text_config()
     assert found.top_k == getattr(text, "num_experts_per_tok", None) or text.top_k_experts
+
+
+def test_the_package_has_the_outlines_of_the_pinned_versions() -> None:
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
+        if line.startswith(("torch==", "transformers=="))
+    )
+    wanted = {name: ".".join(version.split(".")[:2]) for name, version in pinned.items()}
+    assert {name: packaged_file(name)["counted_with"] for name in shape_names()} == dict.fromkeys(
+        shape_names(), wanted
+    )
 
 
 def test_other_versions_of_the_libraries_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +147,11 @@ def test_an_outline_survives_a_file(family: str, number: int, tmp_path: Path) ->
         lambda content: content.update(dtype="float8"),
         lambda content: content["experts"].update(bits=7),
         lambda content: content["experts"]["gate"].update(activation="tanh"),
+        lambda content: content["sizes"].update(kv_heads=0),
+        lambda content: content["sizes"].update(compressed=0),
+        lambda content: content.update(expert_layers=[]),
+        lambda content: content.update(live=10**400),
+        lambda content: content["form"].update(itemsize=10**400),
     ],
 )
 def test_a_damaged_file_counts_as_missing_and_is_replaced(
@@ -173,7 +191,7 @@ def test_any_change_of_a_value_is_refused_or_gives_an_outline(outline: ModelOutl
     place[key] = data.draw(_JSON)
     try:
         found = from_plain(ModelOutline, content)
-    except (ValueError, UsageError):  # the reader takes these for a damaged file
+    except (ValueError, OverflowError, UsageError):  # the reader takes these for a damaged file
         return
     assert from_plain(ModelOutline, to_plain(found)) == found
 
@@ -214,20 +232,57 @@ def test_only_the_newest_outlines_are_kept(
     assert (tmp_path / f"{outline_key(REQUEST)}.json").exists()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "plan('mixtral', profile='rtx4090-24g', vram='12G')",
-        "plan('gpt-oss', profile='ssd-only-16g')",
-        "plan('demo')",
-    ],
-)
-def test_a_plan_of_what_was_counted_before_needs_no_torch(call: str) -> None:
+def torch_in(call: str) -> str:
+    """What a plan in a process of its own has imported of torch and transformers."""
     script = (
         "import sys, moechat\n"
-        f"moechat.{call}\n"  # that of the demo may be counted here
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+        f"moechat.{call}\n"
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["plan('mixtral', profile='rtx4090-24g', vram='12G')", "plan('gpt-oss', profile='ssd-only-16g')"],
+)
+def test_a_plan_of_a_known_shape_needs_no_torch(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if packaged_file("mixtral-8x7b")["counted_with"] != counted_with():
+        pytest.skip("the outlines of the package are of other versions of torch or transformers")
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    assert torch_in(call) == ""
+
+
+def test_a_plan_of_what_was_counted_before_needs_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    assert torch_in("plan('demo')") == "torch transformers"
+    assert torch_in("plan('demo')") == ""
+
+
+def test_a_configuration_that_changes_while_it_is_counted_is_not_kept(
+    config: ConfigSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: Any) -> ModelOutline:
+        found = count_outline(*_)
+        file = tmp_path / "model" / "config.json"
+        file.write_text(file.read_text() + "\n")
+        return found
+
+    monkeypatch.setattr(finding, "count_outline", changed)
+    find_outline(config, "bfloat16", directory=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_libraries_that_do_not_tell_their_version_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise kept_outlines.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(kept_outlines.metadata, "version", missing)
+    (request, *_) = packaged_requests(known_shape("mixtral-8x7b").digest)
+    assert packaged_outline("mixtral-8x7b", request) is None
+    assert outline_key(request)

@@ -12,8 +12,12 @@ import pytest
 
 import moechat
 from moechat.budget import tier_targets
+from moechat.configurator.costs import Costs
+from moechat.configurator.systems import settings_of
 from moechat.simulate import kept_choices
+from moechat.simulate.strategy import Chosen, strategies
 
+COSTS = Costs(attention=0.2e-3, moe=0.1e-3, head=1e-3, load=1e-3, compute_far=0.5e-3)
 GPU = {"profile": "rtx3060-12g", "vram": "8G"}
 
 
@@ -49,6 +53,26 @@ def test_every_input_makes_another_choice(choices: Path) -> None:
     assert kept(bits=8)
     assert kept(system="moepic") == set()  # leaves no choice
     assert kept(profile="rtx3080-10g")
+
+
+def test_every_element_of_the_inputs_is_in_the_key(tmp_path: Path) -> None:
+    settings = settings_of("auto")
+    strategy = strategies(settings, far_computes=True)[0]
+    inputs: list[object] = ["choice", 4, settings, COSTS, "digest", 8, "card"]
+    others = [5, replace(settings, lookahead=3), replace(COSTS, load=2.0), "other", 9, "host"]
+    made = []
+
+    def choose() -> Chosen:
+        made.append(1)
+        return Chosen(strategy, {strategy.name: float(len(made))})
+
+    with kept_choices.kept_choices(tmp_path, write=True):
+        for _ in range(2):
+            assert kept_choices.kept_choice(inputs, [strategy], choose).seconds_of_choice == 1
+        for place, other in enumerate(others, start=1):
+            changed = [*inputs[:place], other, *inputs[place + 1 :]]
+            assert kept_choices.kept_choice(changed, [strategy], choose).seconds_of_choice == len(made)
+    assert len(made) == 1 + len(others)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ def test_a_start_from_the_cache_of_an_equal_simulation_changes_nothing() -> None
     second = simulation(like=filled)
     second.advance()
     filled.advance()
-    assert second.seconds.mean() == pytest.approx(filled.seconds.mean(), rel=2e-3)
-    assert second.seconds[20:].mean() == pytest.approx(filled.seconds[20:].mean(), rel=2e-3)
+    assert np.array_equal(second.seconds, filled.seconds)
 
 
 def test_a_start_from_another_cache_is_near_a_start_of_its_own() -> None:
@@ -152,7 +151,6 @@ def test_a_race_times_every_entrant_and_the_winner_over_most_tokens() -> None:
     winner = next(each for each in all_of_them if each.name == best(seconds))
     assert len(winner.simulation.seconds) == max(len(each.simulation.seconds) for each in all_of_them)
     assert seconds[winner.name] == winner.simulation.seconds.mean()
-    assert all(value >= seconds[winner.name] for value in seconds.values())
 
 
 @pytest.mark.parametrize("load", [0.3e-3, 1e-3, 3e-3])
