@@ -10,6 +10,7 @@ import pytest
 from cli_support import Cli
 
 GREEDY = ["--temperature", "0", "-q"]
+STORY = "Tell me a story about a fox named Mia and a red kite."
 SCHEMA = {
     "type": "object",
     "properties": {"animal": {"enum": ["fox", "owl"]}, "old": {"type": "boolean"}},
@@ -19,7 +20,7 @@ SCHEMA = {
 
 
 def test_an_answer_ends_before_a_stop_text(cli: Cli) -> None:
-    question = ["run", "demo", "Tell me a story about a fox.", "--max-tokens", "40", *GREEDY]
+    question = ["run", "demo", STORY, "--max-tokens", "40", *GREEDY]
     free = cli.call(*question).out.decode().rstrip("\n")
     assert " fox" in free
     stopped = cli.call(*question, "--stop", "\U0001f98a", "--stop", " fox")
@@ -60,9 +61,9 @@ def test_probabilities_are_part_of_the_json(cli: Cli) -> None:
 
 def test_a_line_of_a_prompts_file_has_its_own_stop(cli: Cli) -> None:
     lines = [
-        {"prompt": "Tell me a story about a fox.", "stop": [" fox", "\0"]},
-        {"prompt": "Tell me a story about a fox.", "stop": " time"},
-        {"prompt": "Tell me a story about a fox.", "stop": 5},
+        {"prompt": STORY, "stop": [" fox", "\0"]},
+        {"prompt": STORY, "stop": " time"},
+        {"prompt": STORY, "stop": 5},
     ]
     given = "".join(json.dumps(line) + "\n" for line in lines).encode()
     result = cli.call("run", "demo", "--jsonl", "-", "--max-tokens", "30", *GREEDY, stdin=given)

@@ -31,7 +31,7 @@ In a chat /help lists commands and keys; Ctrl-X Ctrl-E writes a message in your 
 _EXAMPLES = """\
 moechat run demo
 
-moechat run demo "Tell me a story about a fox named Mia" --max-tokens 200
+moechat run demo "Tell me a story about a fox named Mia and a red kite" --max-tokens 200
 
 moechat run ./some-model --ram 2G
 
