@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moechat.budget.tier_targets import TierTargets, expected_seconds
 from moechat.engine.api import Engine
 from moechat.offload.expert_map import ExpertMap, RecentUse, read_map
+from moechat.offload.tier import ExpertTier
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Watcher:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._exposed: tuple[TierTargets, float | None] | None = None  # of the last plan
         manifest = engine.loaded.store.manifest
         self._layers = tuple(record.layer for record in manifest.layers)
         self._experts = engine.loaded.store.geometry.num_experts
@@ -68,10 +71,22 @@ class Watcher:
             return AtWork(found, loaded.plan.expert_bytes, None, None)
         stats = near.stats()
         demand = int(stats["link_bytes_demand"])
-        allocation = near.plan.allocation
+        if self._exposed is None or self._exposed[0] is not near.plan:
+            self._exposed = near.plan, _exposed_ms(near)
         return AtWork(
             found,
             found.blocks * near.geometry.record_bytes,
             LinkTotals(stats["link_busy_seconds"], demand, int(stats["link_bytes"]) - demand),
-            None if allocation is None else 1000 * allocation.exposed_total,
+            self._exposed[1],
         )
+
+
+def _exposed_ms(near: ExpertTier) -> float | None:
+    """Load time of a token that nothing hides, as the plan in effect expects it."""
+    if near.plan.allocation is not None:
+        return 1000 * near.plan.allocation.exposed_total
+    if near.knowledge is None:
+        return None
+    blocks = near.geometry.blocks_per_expert
+    seconds = expected_seconds(near.plan, near.settings, near.knowledge, near.top_k, blocks)
+    return None if seconds is None else 1000 * seconds
