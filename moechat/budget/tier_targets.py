@@ -138,8 +138,8 @@ def _chosen(
         chosen = _simulated(inputs, settings, tier_for, knowledge, strategy)
     except Exception as error:  # damaged files must not prevent a chat
         return replace(usual, notes=(f"no strategy could be chosen: {error!r}",))
-    tier_for(chosen.strategy.settings)
-    plan = replace(plans[chosen.strategy.settings], strategy=chosen)
+    best = chosen.strategy.settings
+    plan = replace(plans.get(best) or planned(best), strategy=chosen)
     reason = None if strategy is not None else too_small_for_a_cache(chosen, pages, geometry.record_bytes)
     return plan if reason is None else replace(plan, notes=(*plan.notes, reason))
 

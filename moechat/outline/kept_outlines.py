@@ -1,36 +1,27 @@
 """Keeps the outlines of models, so that the next plan needs neither torch nor a model on the meta device.
 
 To count a model, torch and transformers are imported, the model is built without memory, and a pass is tried:
-seconds. The result is a few numbers, which are kept in the user's cache. A file that cannot be read counts as
-missing, and one that cannot be written changes nothing.
+seconds. The result is a few numbers, which are kept in the user's cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import moechat
-from moechat import _native
-from moechat.atomic_file import replacing
 from moechat.errors import UsageError
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, PLAIN_KV_BITS, DenseBits
+from moechat.kept_results import KeptResults, result_key
 from moechat.outline.plain_values import from_plain, to_plain
 from moechat.sizes.model_outline import ModelOutline
 
 _FORMAT = 1
 _MOST_FILES = 256
-_MOST_BYTES = 1 << 20
-_PACKAGE = Path(__file__).parents[1]
-# Rooms whose code the numbers depend on, beside the native core and the geometry.
-_ROOMS = ("models", "sizes", "outline", "store")
+# What counts a model.
+_CODE = ("geometry.py", "models", "outline", "sizes", "store")
 # Beyond the integers of the native core.
 _MOST = 1 << 63
 
@@ -61,29 +52,24 @@ class OutlineRequest:
 def read_outline(directory: Path, request: OutlineRequest) -> ModelOutline | None:
     """The kept outline of a request; ``None`` if there is none that can be used."""
     try:
-        with open(directory / f"{outline_key(request)}.json", "rb") as file:
-            content = json.loads(file.read(_MOST_BYTES))
-        outline = from_plain(ModelOutline, content)
-    except (OSError, ValueError, OverflowError, RecursionError, UsageError):
+        outline = from_plain(ModelOutline, _kept(directory).read(outline_key(request)))
+    except (ValueError, OverflowError, UsageError):
         return None
     return outline if _is_sound(outline) else None
 
 
 def write_outline(directory: Path, request: OutlineRequest, outline: ModelOutline) -> None:
-    """Keep an outline; the oldest files above 256 are deleted."""
-    with suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(directory / f"{outline_key(request)}.json") as file:
-            file.write(json.dumps(to_plain(outline)).encode())
-        files = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in files[_MOST_FILES:]:
-            path.unlink(missing_ok=True)
+    """Keep an outline."""
+    _kept(directory).write(outline_key(request), to_plain(outline))
+
+
+def _kept(directory: Path) -> KeptResults:
+    return KeptResults(directory, _MOST_FILES)
 
 
 def outline_key(request: OutlineRequest) -> str:
-    """Name of the file of a request: a hash over it and the versions of all code that counts."""
-    parts = (_FORMAT, request, moechat.__version__, library_versions(), _own_code())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    """Name of the file of a request: a hash over it and the versions of the code and the libraries."""
+    return result_key((_FORMAT, request, library_versions()), _CODE)
 
 
 def library_versions() -> dict[str, str]:
@@ -97,14 +83,6 @@ def library_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = ""
     return found
-
-
-@cache
-def _own_code() -> list[tuple[str, int, int]]:
-    """Sizes and times of the files that count: between two releases they tell versions apart."""
-    files = sorted(file for room in _ROOMS for file in (_PACKAGE / room).rglob("*.py"))
-    files += [_PACKAGE / "geometry.py", *([Path(_native.__file__)] if _native.__file__ else [])]
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _is_sound(outline: ModelOutline) -> bool:

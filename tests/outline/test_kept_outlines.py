@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from places import ROOT
 from tiny import SHAPES, tiny_config
 
+from moechat import kept_results
 from moechat.errors import UsageError
 from moechat.hub.known_shapes import shape_names
 from moechat.models.outlining import known_config, outline_model
@@ -233,7 +234,7 @@ def test_other_inputs_and_other_code_have_other_keys(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kept_outlines.metadata, "version", lambda name: "9.9")
     keys.add(outline_key(REQUEST))
     monkeypatch.undo()
-    monkeypatch.setattr(kept_outlines, "_own_code", lambda: [("changed.py", 1, 1)])
+    monkeypatch.setattr(kept_results, "code_stamp", lambda code: [("changed.py", 1, 1)])
     keys.add(outline_key(REQUEST))
     assert len(keys) == len(changed) + 3
 

@@ -47,7 +47,7 @@ def test_gates_and_embeddings_are_read_back(tmp_path: Path) -> None:
         assert getattr(again, name).dtype == array.dtype
 
 
-def test_a_trace_is_read_without_its_gates_where_nobody_asks(tmp_path: Path) -> None:
+def test_a_trace_is_read_without_its_gates_by_default(tmp_path: Path) -> None:
     example().write(tmp_path / "a.npz")
     assert Trace.read(tmp_path / "a.npz").gates is None
 

@@ -11,14 +11,25 @@ import numpy as np
 import pytest
 
 import moechat
+from moechat import kept_results
 from moechat.budget import tier_targets
 from moechat.configurator.costs import Costs
 from moechat.configurator.systems import settings_of
+from moechat.planning import Plan
+from moechat.planning.expect import Expected, expect
 from moechat.simulate import kept_choices
 from moechat.simulate.strategy import Chosen, strategies
 
 COSTS = Costs(attention=0.2e-3, moe=0.1e-3, head=1e-3, load=1e-3, compute_far=0.5e-3)
-GPU = {"profile": "rtx3060-12g", "vram": "8G"}
+
+
+def made(**options: Any) -> Plan:
+    """A plan of a small model on a card."""
+    return moechat.plan("qwen1.5-moe-a2.7b", **({"profile": "rtx3060-12g", "vram": "8G"} | options))
+
+
+def expected() -> Expected:
+    return expect("qwen1.5-moe-a2.7b", profile="rtx3060-12g", vram="8G")
 
 
 @pytest.fixture
@@ -34,17 +45,17 @@ def forbid_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_plan_again_simulates_nothing(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    first = made()
     assert first.strategy
     assert len(list(choices.iterdir())) > 5  # the choice, ends of ranges, other budgets
     forbid_simulations(monkeypatch)
-    assert moechat.plan("qwen1.5-moe-a2.7b", **GPU) == first  # type: ignore[arg-type]
+    assert made() == first
 
 
 def test_every_input_makes_another_choice(choices: Path) -> None:
     def kept(**options: Any) -> set[str]:
         before = set(choices.iterdir()) if choices.exists() else set()
-        moechat.plan("qwen1.5-moe-a2.7b", **(GPU | options))
+        made(**options)
         return {path.name for path in set(choices.iterdir()) - before}
 
     assert kept()
@@ -90,34 +101,32 @@ def test_every_element_of_the_inputs_is_in_the_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_counts_as_missing_and_is_replaced(choices: Path, change: Any) -> None:
-    first = moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    first = made()
     (path,) = [each for each in choices.iterdir() if len(json.loads(each.read_text())["seconds"]) > 5][:1]
     whole = path.read_bytes()
     content = json.loads(whole)
     change(content)
     for damaged in (json.dumps(content).encode(), whole[:-5], b"\xff", b"[" * 10_000):
         path.write_bytes(damaged)
-        assert moechat.plan("qwen1.5-moe-a2.7b", **GPU) == first  # type: ignore[arg-type]
+        assert made() == first
         assert path.read_bytes() == whole
 
 
 def test_speeds_of_a_search_read_choices_and_keep_none(
     choices: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.planning.expect import expect
-
-    before = expect("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    before = expected()
     assert not choices.exists()
-    moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    made()
     forbid_simulations(monkeypatch)
-    assert expect("qwen1.5-moe-a2.7b", **GPU) == before  # type: ignore[arg-type]
+    assert expected() == before
 
 
 def test_other_code_makes_other_choices(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    made()
     count = len(list(choices.iterdir()))
-    monkeypatch.setattr(kept_choices, "_own_code", lambda: [("changed.py", 1, 1)])
-    moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    monkeypatch.setattr(kept_results, "code_stamp", lambda code: [("changed.py", 1, 1)])
+    made()
     assert len(list(choices.iterdir())) == 2 * count
 
 
@@ -136,5 +145,5 @@ def test_statistics_are_told_apart_by_every_count() -> None:
 
 def test_only_the_newest_choices_are_kept(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_choices, "_MOST_FILES", 2)
-    moechat.plan("qwen1.5-moe-a2.7b", **GPU)  # type: ignore[arg-type]
+    made()
     assert len(list(choices.iterdir())) == 2
