@@ -85,11 +85,11 @@ def plan_tier(
     far_computes = knowledge is not None and knowledge.costs.far_computes
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings, far_computes=far_computes)
     reserve = usual if reserve is None else reserve
-    kept = int((pages - reserve) * settings.keep)
+    kept = 0 if settings.allocation == "shared" else int((pages - reserve) * settings.keep)
     evenly = TierTargets(targets, reserve, "uniform")
     if pages_of(targets) > kept:  # the given reserve is larger than the usual one
         evenly = replace(evenly, targets=_shrunk(targets, kept))
-    if settings.allocation == "uniform" or knowledge is None or knowledge.statistics is None or kept < layers:
+    if not settings.allocates or knowledge is None or knowledge.statistics is None or kept < layers:
         return evenly
     try:
         found = allocate(

@@ -13,9 +13,26 @@ from typing import Literal, get_args
 from moechat.errors import UsageError
 from moechat.validation import require_choice, require_number, require_whole
 
-Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
-Prefetch = Literal["none", "prompts", "next-router", "whole-layer", "perfect"]
-Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
+Policy = Literal[
+    "forecast",
+    "blend",
+    "lcp",
+    "lru",
+    "lfu",
+    "discount",
+    "two_level_lru",
+    "request",
+    "map",
+    "static",
+    "belady",
+]
+Prefetch = Literal[
+    "none", "prompts", "next-router", "adaptive", "eamc", "expert-map", "whole-layer", "perfect"
+]
+Allocation = Literal["uniform", "shared", "auto", "moepic", "dp", "model", "layers"]
+Admit = Literal["key", "always"]
+Victims = Literal["farthest", "lowest"]
+Match = Literal["prefix", "full"]
 Miss = Literal["fetch", "compute", "both", "cpu", "seldom"]
 
 
@@ -49,19 +66,23 @@ class CacheSettings:
         policy: Eviction policy: ``forecast`` (moechat's: keeps the experts expected to be needed soonest, by
             learned rates), ``blend`` (moechat's: rates over three time spans), ``lcp`` (MoEpic, section 3.3),
             ``lru``, ``lfu``, ``discount`` (MELINOE, appendix C), ``two_level_lru`` (ExpertFlow, section 3.3),
-            ``static`` or ``belady``.
+            ``request`` (MoE-Infinity, section 5.3: counts of the running request), ``map`` (FineMoE, section
+            4.5), ``static`` or ``belady``.
         split: θ: share of an expert's blocks that is cached; the rest is fetched when needed. ``None``:
             chosen by the allocation for each layer.
         allocation: Division of the pages among the layers: ``uniform``; ``auto`` (moechat's) and ``moepic``
             (MoEpic, algorithm 1) minimise the exposed load time; ``dp`` maximises the hits (AdapMoE);
             ``model`` keeps the most popular experts of the whole model; ``layers`` keeps the first layers
-            completely.
+            completely; ``shared`` protects no expert: all layers share one pool.
         keep: Share of the pages, without the reserve for blocks in transit, for protected experts; 0: no
             experts are kept between tokens deliberately.
         prefetch: ``next-router`` ranks the next layer's experts with its router (MoEpic, section 3.2);
             ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``prompts`` only
-            the next layer of long prompts; ``perfect`` uses the future of a replayed trace.
-        lookahead: Layers ahead that are predicted, 1 to 8.
+            the next layer of long prompts; ``perfect`` uses the future of a replayed trace. ``adaptive``
+            predicts with routers too, at a distance that follows link and layers (ExpertFlow, section 3.2);
+            ``eamc`` and ``expert-map`` learn from earlier requests and tokens (MoE-Infinity, section 5;
+            FineMoE, section 4).
+        lookahead: Layers ahead that are predicted, 1 to 8; with ``adaptive`` the most.
         prefetch_experts: Most experts to prefetch per layer; ``None``: the model's top-k.
         prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.
         miss: Handling of missing blocks: ``fetch`` transfers them, ``compute`` computes them in the far tier
@@ -70,6 +91,15 @@ class CacheSettings:
             an expert only into free pages, or where the policy ``forecast`` expects it clearly sooner than
             the one that it replaces. All are fetched if the far tier (an SSD) cannot compute.
         whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
+        admit: Which experts are protected once used: ``key``, those with the highest keys; ``always``, the
+            one that was just used, in place of the lowest (MoEpic, section 3.3).
+        victims: Where pages are taken from: ``farthest``, the layer whose turn is farthest away; ``lowest``,
+            the lowest key of all layers.
+        entries: ``eamc`` and ``expert-map``: most requests or tokens that are remembered.
+        match: ``eamc``: compares the layers so far (``prefix``) or whole requests (``full``).
+        distance: ``expert-map``: layers from the one that is compared to the one that is predicted.
+        layer_factor: ``request``: counts of early layers weigh more, as they are predicted worst.
+        per_request: ``discount`` and ``lfu``: counts begin anew with each request (MELINOE, section 3.3).
         omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.
         gamma: ``discount``: factor of the counts at each token.
@@ -90,6 +120,13 @@ class CacheSettings:
     prefetch_bytes: int | None = None
     miss: Miss = "fetch"
     whole_experts: bool = False
+    admit: Admit = "key"
+    victims: Victims = "farthest"
+    entries: int = 1000
+    match: Match = "prefix"
+    distance: int = 3
+    layer_factor: bool = True
+    per_request: bool = False
     omega: float = 128.0
     rho: float = 0.25
     gamma: float = 0.9
@@ -100,6 +137,11 @@ class CacheSettings:
         require_choice("prefetch", self.prefetch, get_args(Prefetch))
         require_choice("allocation", self.allocation, get_args(Allocation))
         require_choice("miss", self.miss, get_args(Miss))
+        require_choice("admit", self.admit, get_args(Admit))
+        require_choice("victims", self.victims, get_args(Victims))
+        require_choice("match", self.match, get_args(Match))
+        require_whole("entries", self.entries, 1, 100_000)
+        require_whole("distance", self.distance, 1, 1 << 10)
         if self.split is not None:
             require_number("split", self.split, 0, 1, above=True)
         elif self.allocation not in ("auto", "moepic"):
@@ -117,12 +159,28 @@ class CacheSettings:
     @property
     def ahead(self) -> str:
         """Name of the prefetches in native code; ``ranked``: by scores."""
-        return self.prefetch if self.prefetch in ("none", "prompts", "whole-layer") else "ranked"
+        if self.queues:
+            return "queued"
+        return self.prefetch if self.prefetch in ("none", "prompts", "whole-layer", "adaptive") else "ranked"
 
     @property
     def ranks(self) -> bool:
         """Whether the prefetches follow a ranking of experts, which may be wrong or perfect."""
-        return self.ahead == "ranked"
+        return self.ahead in ("ranked", "adaptive")
+
+    @property
+    def queues(self) -> bool:
+        """Whether a predictor that learns from requests orders the experts of all later layers."""
+        return self.prefetch in ("eamc", "expert-map")
+
+    def adaptive_experts(self, top_k: int) -> float:
+        """Experts that an adaptive step fetches for a layer; 0: the step is not adaptive."""
+        return float(self.ranked_experts(top_k)) if self.prefetch == "adaptive" else 0.0
+
+    @property
+    def allocates(self) -> bool:
+        """Whether a plan divides the pages among the layers, by statistics."""
+        return self.allocation not in ("uniform", "shared")
 
     @property
     def predicts(self) -> bool:
@@ -169,10 +227,12 @@ class CacheSettings:
 
 
 _LRU_WHOLE = CacheSettings(policy="lru", whole_experts=True)
+# One pool of pages for all layers, whole experts: the caches of systems whose keys order the whole model.
+_SHARED = CacheSettings(whole_experts=True, allocation="shared", victims="lowest")
 
 SYSTEMS: Mapping[str, CacheSettings] = {
     "auto": CacheSettings(policy="forecast", split=None, allocation="auto", miss="both", choose=True),
-    "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic"),
+    "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic", admit="always"),
     "mixtral-offloading": _LRU_WHOLE,
     "adapmoe": replace(_LRU_WHOLE, allocation="dp"),
     "on-demand": replace(_LRU_WHOLE, prefetch="none"),
@@ -180,7 +240,19 @@ SYSTEMS: Mapping[str, CacheSettings] = {
     "deepspeed": replace(_LRU_WHOLE, keep=0.0, prefetch="whole-layer"),
     # No prefetching: by its counts over the whole model it would prefetch the experts that it keeps
     # (MoE-Infinity, sections 5.1 and 5.2).
-    "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none"),
+    "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none", admit="always"),
+    "moe-infinity": replace(_SHARED, policy="request", prefetch="eamc"),
+    "finemoe": replace(_SHARED, policy="map", prefetch="expert-map"),
+    "expertflow": replace(_SHARED, policy="two_level_lru", prefetch="adaptive", lookahead=8),
+    # Counts of the running request; what the tuned checkpoint's predictor names is loaded beside the prompt.
+    "melinoe": CacheSettings(
+        policy="discount",
+        gamma=1.0,
+        per_request=True,
+        whole_experts=True,
+        prefetch="none",
+        admit="always",
+    ),
     "fiddler": CacheSettings(policy="static", allocation="model", prefetch="none", miss="compute"),
     "static": CacheSettings(policy="static", allocation="layers", prefetch="none", miss="compute"),
     "oracle": CacheSettings(policy="belady", prefetch="perfect", miss="both", choose=True),

@@ -24,6 +24,8 @@ def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) ->
     ahead = 0
     if settings.prefetch == "whole-layer":
         ahead = geometry.num_experts
+    elif settings.queues or settings.prefetch == "adaptive":
+        ahead = min(settings.ranked_experts(top_k), geometry.num_experts)
     elif settings.ranks:
         ahead = min(settings.ranked_experts(top_k), geometry.num_experts) * settings.lookahead
     return (min(top_k, geometry.num_experts) + ahead) * geometry.blocks_per_expert
@@ -64,7 +66,7 @@ def uniform_targets(
         everything = layers * geometry.num_experts * geometry.blocks_per_expert
         if pages > everything:
             reserve = min(reserve, pages - everything)
-    kept = int((pages - reserve) * settings.keep)
+    kept = 0 if settings.allocation == "shared" else int((pages - reserve) * settings.keep)
     targets = same_for_all(
         layers, geometry.num_experts, geometry.blocks_per_expert, kept, settings.first_split
     )

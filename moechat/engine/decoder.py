@@ -241,6 +241,24 @@ class Decoder:
                 ends.append(end)
         held.begin(ends, loaded.cache.copies)
 
+    def begin_request(self, key: object, prompt: Sequence[int]) -> None:
+        """An answer begins; ``key`` stands for it. :meth:`end_request` has to follow."""
+        near = self.passes.loaded.near
+        if near is not None:
+            near.begin_request(key, prompt)
+
+    def begin_token(self, key: object, token: int) -> None:
+        """The pass of a token of an answer begins."""
+        near = self.passes.loaded.near
+        if near is not None:
+            near.begin_pass(key, token)
+
+    def end_request(self, key: object) -> None:
+        """An answer has ended; harmless when repeated."""
+        near = self.passes.loaded.near
+        if near is not None:
+            near.end_request(key)
+
     def token_done(self, seconds: float) -> None:
         """Count a token, which took so long."""
         upkeep = self.passes.loaded.upkeep

@@ -117,6 +117,7 @@ class Answer:
         self._ended, self._pending = True, None
         held, self._held = self._held, None
         if held is not None:
+            self.decoder.end_request(self)
             self.decoder.keep(held, self._known[: self._computed], self._prompt)
 
     @property
@@ -174,6 +175,7 @@ class Answer:
         parts = decoder.parts(self._history[:, reused:], self._prompt)
         self._waves = decoder.waves(parts)
         decoder.choose_copies(self._held, parts, self._prompt)
+        decoder.begin_request(self, self._known)
         self._progress(reused, self._prompt)
 
     def _compute(self) -> bool:
@@ -193,6 +195,7 @@ class Answer:
                 partial(_part_ended, held, self._computed),
             )
         else:
+            decoder.begin_token(self, self._known[self._computed])
             logits, held.cache = decoder.step(chunks[0], held.cache)
         self._computed += sum(chunk.shape[1] for chunk in chunks)
         held.whole = True

@@ -17,6 +17,7 @@ from moechat.budget.memory_plan import plan_memory
 from moechat.budget.needs import memory_needs, model_shape, uses_graphs
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
+from moechat.loading.learned import requests_for
 from moechat.loading.model import LoadedModel, Progress, Report
 from moechat.loading.weights import load_weights
 from moechat.models.outlining import outline_skeleton
@@ -115,6 +116,7 @@ def _load(
     counters = ExpertCounters()
     parts = tuple(entry.module for entry in skeleton.experts)
     tier = upkeep = decoder = None
+    notes: list[str] = []
     if not mapped:
         tier = ExpertTier(
             TierConfig(
@@ -122,6 +124,9 @@ def _load(
                 outline.top_k,
                 link=offload.link,
                 predictor=offload.predictor or predictor,
+                requests=requests_for(
+                    store, skeleton, settings, outline.top_k, on_gpu=gpu is not None, warn=notes.append
+                ),
                 replay=offload.replay,
                 activation_bits=options.activation_bits,
             ),
@@ -132,6 +137,8 @@ def _load(
             knowledge=gather_knowledge(store, outline, settings, placement),
         )
         upkeep = _upkeep(tier, store, outline, options.replan_tokens)
+        for note in notes:
+            upkeep.notify(note)
         try:
             placement.warm(skeleton.model, outline.top_k, dtype)
             if gpu is not None and tier.pages >= tier.blocks:

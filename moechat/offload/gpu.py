@@ -104,7 +104,7 @@ class GpuPlacement:
     ) -> tuple[NativeModules, Predictor | None]:
         """See :meth:`ModelPlacement.adopt`; scores of routers come to the host with the router's choice."""
         with _dense_weights_fit(form):
-            if prefetch == "next-router":
+            if prefetch in ("next-router", "adaptive"):
                 routers = find_routers(skeleton.model, skeleton.experts)
                 self.pages.routers = routers_on(routers, self.device)
             # Buffers too: the model makes rotary frequencies and masks on its own device.

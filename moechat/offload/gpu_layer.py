@@ -11,6 +11,7 @@ of the sum goes to the GPU in one copy.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,12 +156,21 @@ class GpuExpertLayer:
         picks = index.reshape(tokens, -1).astype(np.int64)
         if tier.replay is not None:
             picks = tier.replay.route(self.ordinal, tokens)
-        tier.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
+        weights = weight.view(np.float32).reshape(tokens, -1)
+        tier.runner.begin(self.ordinal, picks, weights, miss)
+        wanted = self._wanted(tokens)
         for (ahead, layer), score in zip(request.places, scores, strict=True):
-            if ahead <= tier.settings.predicted_layers:
+            if ahead in wanted:
                 tier.prefetch_ranked(ahead, layer, score.view(np.float32))
-        tier.prefetch(self.ordinal, request.x)
+        tier.prefetch(self.ordinal, request.x, picks, weights)
         return self._compute(request.x, picks.size, inputs, into)
+
+    def _wanted(self, tokens: int) -> Container[int]:
+        """Distances of the layers whose scores are used: a recorded pass may bring more."""
+        settings = self.tier.settings
+        if settings.prefetch == "adaptive" and tokens == 1:
+            return {ahead for ahead, _ in self.tier.runner.adaptive_layers()}
+        return range(1, settings.predicted_layers + 1)
 
     def _compute(
         self,

@@ -30,8 +30,12 @@ from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
+from moechat.predict.additive import AdditivePredictor
 from moechat.sizes.dense_types import resolve_type
 from moechat.store.store import Store
+
+# Most layers ahead of a prediction; as CacheSettings.lookahead.
+_MOST_AHEAD = 8
 
 
 class HostPlacement:
@@ -76,6 +80,10 @@ class HostPlacement:
         native_modules = install_native_modules(skeleton.model)
         if prefetch == "next-router":
             return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
+        if prefetch == "adaptive":
+            routers = find_routers(skeleton.model, skeleton.experts)
+            experts = max(entry.num_experts for entry in skeleton.experts)
+            return native_modules, AdditivePredictor(routers, experts, _MOST_AHEAD)
         return native_modules, None
 
     def read_far(
@@ -158,7 +166,7 @@ class HostExpertLayer:
             index = tier.replay.route(self.ordinal, tokens)
         weight = top_k_weights.detach().reshape(tokens, -1).to(torch.float32).contiguous().numpy()
         runner.begin(self.ordinal, index, weight)
-        tier.prefetch(self.ordinal, x)
+        tier.prefetch(self.ordinal, x, index, weight)
         out = torch.empty_like(x)
         tier.counters.bytes_read += runner.finish(x.numpy(), out.numpy())
         tier.counters.activations += index.size

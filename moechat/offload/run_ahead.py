@@ -282,7 +282,7 @@ class RunAhead:
 
 
 def _routed(tier: ExpertTier) -> bool:
-    return tier.replay is None and tier.predictor is None
+    return tier.replay is None and tier.predictor is None and not tier.settings.queues
 
 
 def _lookup_for(layers: Sequence[GpuExpertLayer], picks: int) -> PageLookup:

@@ -32,8 +32,10 @@ from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.experts import ExpertCounters, RunsExperts
 from moechat.offload.observed import Observed
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
+from moechat.offload.requests import Requests
 from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
+from moechat.predict.additive import AdditivePredictor
 from moechat.routing import Replay
 from moechat.routing.statistics import RoutingStatistics
 from moechat.simulate.strategy import loads_as
@@ -53,6 +55,7 @@ class TierConfig:
         top_k: Experts that the model's routers choose for a token.
         link: Link between store and pages.
         predictor: Ranks the experts of the next layers; ``None``: no prefetch by prediction.
+        requests: Predictors that learn from requests; ``None``: requests are told apart only for the policy.
         replay: Recorded routing in place of the routers' choices.
         activation_bits: Type of the inputs of quantised weights: 8 or 16, integers; 32, float32.
     """
@@ -61,6 +64,7 @@ class TierConfig:
     top_k: int
     link: LinkSettings = field(default_factory=LinkSettings)
     predictor: Predictor | None = None
+    requests: Requests | None = None
     replay: Replay | None = None
     activation_bits: int = DEFAULT_ACTIVATION_BITS
 
@@ -181,6 +185,7 @@ class ExpertTier:
         self.layers = len(store.layers)
         self.top_k = top_k
         self.replay = config.replay
+        self.requests = config.requests or Requests(self.layers, self.geometry.num_experts)
         self.counters = ExpertCounters() if counters is None else counters
         self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
         self.wanted = settings
@@ -219,6 +224,9 @@ class ExpertTier:
                 link=memory.link,
                 stall_seconds=config.link.stall_seconds,
                 whole_experts=settings.whole_experts,
+                admit=settings.admit,
+                victims=settings.victims,
+                adaptive=settings.adaptive_experts(self.top_k),
                 # A link that moves no bytes needs memory of its own, or the kernels would all read one page
                 # of zeros.
                 populate=config.link.kind == "sim" and not config.link.copy,
@@ -380,6 +388,8 @@ class ExpertTier:
             tokens: Tokens of the pass.
         """
         settings = self.settings
+        if settings.prefetch == "adaptive" and tokens == 1:
+            return None, self.runner.adaptive_layers()
         return _native.plan_speculation(
             settings.ahead, settings.lookahead, self.stream_tokens, ordinal, self.layers, tokens
         )
@@ -400,21 +410,55 @@ class ExpertTier:
             layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, later=ahead > 1
         )
 
-    def prefetch(self, ordinal: int, x: torch.Tensor) -> None:
-        """Prefetch for the next layers from the inputs ``[tokens, hidden]`` of a layer, by the predictor if
-        there is one.
+    def prefetch(
+        self,
+        ordinal: int,
+        x: torch.Tensor,
+        index: npt.NDArray[Any],
+        weight: npt.NDArray[np.float32],
+    ) -> None:
+        """Prefetch for the next layers, by the predictors if there are any.
+
+        Args:
+            ordinal: The layer that has begun.
+            x: ``[tokens, hidden]``: its inputs.
+            index: ``[tokens, k]``: what its router chose.
+            weight: float32 ``[tokens, k]``.
         """
         if self.settings.prefetch == "none":
             return
         whole, ranked = self.speculation(ordinal, len(x))
         if whole is not None:
             self.runner.prefetch(whole, None, self.geometry.num_experts, self.settings.prefetch_bytes)
+        if self.settings.queues:
+            hidden = x if x.is_cpu else None
+            limit = self.settings.prefetch_bytes
+            self.requests.chosen(self.runner, ordinal, index, weight, hidden, limit)
         if self.predictor is None:
             return
+        if len(x) == 1 and isinstance(self.predictor, AdditivePredictor):
+            self.predictor.observe(ordinal, index[0])
         for ahead, layer in ranked:
             scores = self.predictor.scores(ordinal, ahead, x[-1:])
             if scores is not None:
                 self.prefetch_ranked(ahead, layer, scores)
+
+    def begin_request(self, key: object, ids: Sequence[int]) -> None:
+        """A request begins: predictors and the policy may tell it from others.
+
+        Args:
+            key: The request.
+            ids: Its prompt.
+        """
+        self.requests.begin(self.runner, key, ids)
+
+    def begin_pass(self, key: object, token: int) -> None:
+        """A token of a request is decoded alone."""
+        self.requests.begin_pass(self.runner, key, token)
+
+    def end_request(self, key: object) -> None:
+        """A request has ended; harmless when repeated."""
+        self.requests.end(key)
 
     def drain(self) -> None:
         """Wait until nothing is queued or in flight."""
@@ -434,7 +478,7 @@ class ExpertTier:
 
 def _family_knowledge(store: Store, top_k: int, settings: CacheSettings) -> Knowledge | None:
     """The package's knowledge of the family, where the settings need any."""
-    if settings.allocation == "uniform" and settings.policy != "static":
+    if not settings.allocates and settings.policy != "static":
         return None
     geometry = store.geometry
     shape = ModelShape(
@@ -472,6 +516,8 @@ def _policy(
         omega=settings.omega,
         rho=settings.rho,
         gamma=settings.gamma,
+        layer_factor=settings.layer_factor,
+        per_request=settings.per_request,
         ranks=ranks,
         future=future,
     )

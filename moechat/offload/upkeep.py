@@ -30,6 +30,7 @@ from moechat.offload.observed import Observed
 from moechat.offload.preload import LEAST_TOKENS, Preloader
 from moechat.offload.tier import ExpertTier
 from moechat.offload.watching import TierWatch
+from moechat.predict.learned_file import keep_learned, learned_path
 from moechat.routing.hot_experts import expert_shares, hottest_first
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics
@@ -126,6 +127,7 @@ class Upkeep:
         self._notes: deque[str] = deque(knowledge.notes + near.plan.notes, maxlen=_MOST_NOTES)
         self._default: RoutingStatistics | None = None
         self._tokens = 0  # decoded since the last plan
+        self._tokens_in_all = self._tokens_kept = 0  # decoded; and when predictors were last kept
         self._watch = TierWatch(near)
         # Of the current answer, after its first token.
         self._mark: Mapping[str, float] | None = None
@@ -160,6 +162,7 @@ class Upkeep:
             return
         now = self._near.stats()
         self._tokens += self._answer_tokens
+        self._tokens_in_all += self._answer_tokens
         gained = {name: now[name] - mark[name] for name in self._taken}
         if self._answer_tokens and min(gained.values()) >= 0:  # else the counters were reset meanwhile
             for name, value in gained.items():
@@ -227,6 +230,7 @@ class Upkeep:
         if not self._counts or os.getpid() != self._process or sys.is_finalizing():
             return False
         self._saved_at = time.monotonic()
+        self._keep_learned()
         self._collect()
         if self._pending is None or self._pending.tokens == 0:
             return True
@@ -241,6 +245,18 @@ class Upkeep:
             return False
         self._pending = None
         return True
+
+    def _keep_learned(self) -> None:
+        """Keep what a predictor has learned since the last time; a failure is only noted."""
+        predictor, kind = self._near.requests.predictor, self._near.settings.prefetch
+        if predictor is None or self._tokens_in_all == self._tokens_kept:
+            return
+        path = learned_path(kind, key_of(self._shape, self._fingerprint))
+        try:
+            keep_learned(path, predictor)
+            self._tokens_kept = self._tokens_in_all
+        except OSError as error:
+            self._notes.append(f"what was learned for predictions cannot be kept in {path}: {error}")
 
     @property
     def preloading(self) -> bool:

@@ -31,6 +31,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ from moechat.simulate.predictions import (
     measured_accuracy,
     perfect_rankings,
 )
+from moechat.simulate.request_queues import RequestQueues, request_queues
 from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
 from moechat.simulate.strategy import LOOKAHEAD, Strategy, strategies
@@ -160,6 +162,8 @@ class Comparison:
         self.rankings: dict[int, Ints] = {}
         self.accuracy = accuracy_by_layer(shape.layers, options.accuracy)
         self._statistics: dict[tuple[Any, ...], RoutingStatistics] = {}
+        self._queues: dict[tuple[Any, ...], RequestQueues | None] = {}
+        self._making = Lock()
         self._done: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.facts = self._facts(profile, name)
 
@@ -210,7 +214,15 @@ class Comparison:
         if key not in self._done:
             rankings = self.rankings_for(settings)
             timing = self._timing_ahead if self._runs_ahead(tier) else self.timing
-            done = simulate(self.trace, settings, tier, timing, rankings=rankings, warmup=self.warmup)
+            done = simulate(
+                self.trace,
+                settings,
+                tier,
+                timing,
+                rankings=rankings,
+                queues=self.queues_for(settings),
+                warmup=self.warmup,
+            )
             self._done[key] = _figures(done, tier)
         return {**self._done[key], "strategy": strategy.title}
 
@@ -254,6 +266,14 @@ class Comparison:
         if not settings.predicts:
             return None
         return self._drawn(settings.lookahead, max(1, settings.ranked_experts(self.model.shape.top_k)))
+
+    def queues_for(self, settings: CacheSettings) -> RequestQueues | None:
+        """What a system that learns from requests fetches ahead; the same at every size."""
+        key = (settings.prefetch, settings.entries, settings.match, settings.distance, settings.per_request)
+        with self._making:
+            if key not in self._queues:
+                self._queues[key] = request_queues(self.trace, settings)
+            return self._queues[key]
 
     def _drawn(self, lookahead: int, width: int = 0) -> Ints:
         """Draw predictions once, for the largest width and lookahead, so that all systems share them."""

@@ -16,6 +16,7 @@ from moechat.errors import UsageError
 from moechat.routing.hot_experts import expert_shares, hottest_first
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
+from moechat.simulate.request_queues import RequestQueues
 from moechat.simulate.timing import Timing
 from moechat.trials import Watch
 
@@ -103,6 +104,7 @@ class Passes(TypedDict, total=False):
     group_items: int
     watched: Watched | None
     warm: RoutingStatistics | None
+    queues: RequestQueues | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Simulation:
             deep enough for all of its ways.
         warm: Counts of earlier runs: as the engine, start with the experts in free pages that they used
             most; ``None``: start empty.
+        queues: What is fetched ahead, if the settings learn from requests.
         like: A simulation of the same trace and policy with a tier of equal sizes, not beyond its hurried
             passes: start at the pass that it has come to, with its blocks and its policy's state. What is on
             its way there arrives.
@@ -164,6 +167,7 @@ class Simulation:
         group_items: int = 0,
         watched: Watched | None = None,
         warm: RoutingStatistics | None = None,
+        queues: RequestQueues | None = None,
         like: Simulation | None = None,
     ) -> None:
         if starts is None:
@@ -177,7 +181,10 @@ class Simulation:
             )
         if settings.ranks and rankings is None:
             raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
+        if settings.queues and (queues is None or queues.experts is None):
+            raise UsageError(f"prefetching by {settings.prefetch} needs the queues of the trace")
         self._trace, self._starts, self._rankings = trace, starts, rankings
+        self._queues = queues or RequestQueues(np.empty(0, dtype=np.int64))
         self._tier, self._timing, self._watched = tier, timing, watched
         self._hurried, self._warmup, self._end, self._settled = hurried, warmup, end, settled
         self.timed = end - warmup
@@ -251,8 +258,10 @@ class Simulation:
         if start >= stop:
             return []
         inputs = self._trace.experts, self._starts, self._rankings
+        queues = self._queues
         if self._watched is None or hurry:
-            return [self._timeline.run(*inputs, start, stop, hurry)]
+            ahead = (queues.experts, queues.scores, queues.requests)
+            return [self._timeline.run(*inputs, start, stop, hurry, *ahead)]
         parts = []
         for each in range(start, stop):
             parts.append(self._timeline.run(*inputs, each, each + 1, False))
@@ -309,6 +318,9 @@ def _timeline(
         reserve=tier.reserve,
         policy=policy,
         whole_experts=settings.whole_experts,
+        admit=settings.admit,
+        victims=settings.victims,
+        adaptive=settings.adaptive_experts(tier.top_k),
         **loading_of(settings, tier, timing),
         counts_hard=counts_hard,
         group_items=group_items,
@@ -341,6 +353,8 @@ def _policy(trace: Trace, settings: CacheSettings, tier: Tier) -> _native.Evicti
         omega=settings.omega,
         rho=settings.rho,
         gamma=settings.gamma,
+        layer_factor=settings.layer_factor,
+        per_request=settings.per_request,
         ranks=tier.ranks if settings.policy == "static" else None,
         future=future,
     )

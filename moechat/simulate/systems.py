@@ -6,16 +6,13 @@ import numpy as np
 
 from moechat.configurator.allocate import allocate
 from moechat.configurator.costs import Costs
-from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
+from moechat.configurator.systems import CacheSettings, parse_settings
 from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.configurator.transit_reserve import in_transit, uniform_targets
-from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.routing.statistics import RoutingStatistics
 from moechat.simulate.run import Ints, Tier
 
-# Published systems that cannot be simulated yet.
-LATER = ("moe-infinity", "finemoe", "expertflow", "melinoe")
 MIN_PAGES = 2
 
 
@@ -23,27 +20,9 @@ def settings_for(name: str) -> CacheSettings:
     """Parse ``NAME`` or ``NAME:key=value,key=value``.
 
     Raises:
-        UsageError: The system or setting is unknown, or cannot be simulated yet.
+        UsageError: The system or setting is unknown.
     """
-    refuse_later(name)
     return parse_settings(name)
-
-
-def refuse_later(names: str) -> None:
-    """Reject published systems that cannot be simulated yet.
-
-    Args:
-        names: Systems separated by commas, with or without settings.
-
-    Raises:
-        UsageError: One of them cannot be simulated.
-    """
-    for piece in names.split(","):
-        system = piece.partition(":")[0].strip()
-        if system in LATER and system not in SYSTEMS:
-            raise UsageError(
-                f"the system {system} cannot be simulated yet", hint=f"choose from: {', '.join(SYSTEMS)}"
-            )
 
 
 def pages_for(
@@ -84,7 +63,7 @@ def tier_for(
         geometry, layers, pages, top_k, settings, far_computes=costs.far_computes
     )
     kept = int((pages - reserve) * settings.keep)
-    if settings.allocation != "uniform" and kept >= layers:
+    if settings.allocates and kept >= layers:
         found = allocate(
             settings,
             statistics,

@@ -75,9 +75,7 @@ def _options(command: SimulateCommand) -> SimulateOptions:
     from moechat.bench.options import parse_fractions, parse_systems
     from moechat.config import parse_size
     from moechat.simulate.compare import SimulateOptions
-    from moechat.simulate.systems import refuse_later
 
-    refuse_later(command.systems)
     return SimulateOptions(
         systems=tuple(system.name for system in parse_systems(command.systems)),
         fractions=parse_fractions(command.fractions),

@@ -17,6 +17,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/policy_holder.h"
+#include "bindings/schedule.h"
 #include "cache/demand.h"
 #include "cache/policy.h"
 #include "cache/split_cache.h"
@@ -52,7 +53,8 @@ py::array_t<double> copy_of_keys(const EvictionPolicy& policy, std::int32_t laye
 
 PolicyHolder make_policy_py(const std::string& name, std::int32_t layers, std::int32_t experts, double omega,
                             double rho, double gamma, const std::optional<py::array>& ranks,
-                            const std::optional<py::array>& future) {
+                            const std::optional<py::array>& future, bool layer_factor, std::int32_t high_span,
+                            bool per_request) {
   PolicySpec spec;
   spec.name = name;
   spec.layers = layers;
@@ -60,6 +62,9 @@ PolicyHolder make_policy_py(const std::string& name, std::int32_t layers, std::i
   spec.omega = omega;
   spec.rho = rho;
   spec.gamma = gamma;
+  spec.layer_factor = layer_factor;
+  spec.high_span = high_span;
+  spec.per_request = per_request;
   if (ranks) {
     const double* values = checked<double>("ranks", *ranks, {layers, experts});
     spec.ranks.assign(values, values + ranks->size());
@@ -157,9 +162,11 @@ std::vector<FetchTuple> tuples_of(const std::vector<Fetch>& fetches) {
 class OwnedCache {
  public:
   OwnedCache(std::int32_t layers, std::int32_t experts, std::int32_t blocks, std::int64_t pages,
-             std::int64_t page_bytes, PolicyHolder& policy, const py::array& targets, std::int64_t reserve)
+             std::int64_t page_bytes, PolicyHolder& policy, const py::array& targets, std::int64_t reserve,
+             const std::string& admit, const std::string& victims)
       : slab_(pages, page_bytes),
-        cache_(layers, experts, blocks, &slab_, &policy.get(), targets_of(targets, layers), reserve),
+        cache_(layers, experts, blocks, &slab_, &policy.get(), targets_of(targets, layers), reserve,
+               rules_of(admit, victims)),
         policy_(policy.take()) {}
 
   const Slab& slab() const { return slab_; }
@@ -246,7 +253,8 @@ void bind_policy(py::module_& m) {
   py::class_<PolicyHolder>(m, "EvictionPolicy")
       .def(py::init(&make_policy_py), py::arg("name"), py::arg("layers"), py::arg("experts"),
            py::arg("omega") = 128.0, py::arg("rho") = 0.25, py::arg("gamma") = 0.9,
-           py::arg("ranks") = py::none(), py::arg("future") = py::none())
+           py::arg("ranks") = py::none(), py::arg("future") = py::none(), py::arg("layer_factor") = true,
+           py::arg("high_span") = 0, py::arg("per_request") = false)
       .def_property_readonly("name", [](const PolicyHolder& self) { return self.get().name(); })
       .def_property_readonly("layers", [](const PolicyHolder& self) { return self.get().layers(); })
       .def_property_readonly("experts", [](const PolicyHolder& self) { return self.get().experts(); })
@@ -262,6 +270,26 @@ void bind_policy(py::module_& m) {
             policy_predict(self.get(), layer, experts);
           },
           py::arg("layer"), py::arg("experts"))
+      .def(
+          "predict_ahead",
+          [](const PolicyHolder& self, const py::array& layers, const py::array& experts,
+             const std::optional<py::array>& scores) {
+            const std::vector<AheadExpert> ahead = ahead_experts(layers, experts, scores);
+            for (const AheadExpert& each : ahead) {
+              require_index("layer", each.layer, self.get().layers());
+              require_index("expert", each.expert, self.get().experts());
+            }
+            self.get().predict_ahead(ahead.data(), static_cast<std::int64_t>(ahead.size()));
+          },
+          py::arg("layers"), py::arg("experts"), py::arg("scores") = py::none())
+      .def(
+          "reach",
+          [](const PolicyHolder& self, std::int32_t layer, std::int32_t steps) {
+            require_index("layer", layer, self.get().layers());
+            self.get().reach(layer, steps);
+          },
+          py::arg("layer"), py::arg("steps"))
+      .def("begin_request", [](const PolicyHolder& self) { self.get().begin_request(); })
       .def(
           "keys",
           [](const PolicyHolder& self, std::int32_t layer) { return copy_of_keys(self.get(), layer); },
@@ -294,9 +322,10 @@ void bind_split_cache(py::module_& m) {
   using Self = OwnedCache;
   py::class_<Self>(m, "SplitExpertCache")
       .def(py::init<std::int32_t, std::int32_t, std::int32_t, std::int64_t, std::int64_t, PolicyHolder&,
-                    const py::array&, std::int64_t>(),
+                    const py::array&, std::int64_t, const std::string&, const std::string&>(),
            py::arg("layers"), py::arg("experts"), py::arg("blocks"), py::arg("pages"), py::arg("page_bytes"),
-           py::arg("policy"), py::arg("targets"), py::arg("reserve"))
+           py::arg("policy"), py::arg("targets"), py::arg("reserve"), py::arg("admit") = "key",
+           py::arg("victims") = "farthest")
       .def_property_readonly("layers", [](Self& self) { return self.cache().layers(); })
       .def_property_readonly("experts", [](Self& self) { return self.cache().experts(); })
       .def_property_readonly("blocks", [](Self& self) { return self.cache().blocks(); })

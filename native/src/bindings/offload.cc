@@ -193,7 +193,8 @@ class RunnerObject {
                LinkHolder& link, double stall_seconds, bool whole_experts, bool populate, std::int32_t top_k,
                int activation_bits, std::uintptr_t near_memory, const std::vector<py::array>& far_records,
                const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
-               std::vector<GateSpec> layer_gates) {
+               std::vector<GateSpec> layer_gates, const std::string& admit, const std::string& victims,
+               double adaptive) {
     RunnerOptions options;
     options.layout = layout;
     options.gate = gate;
@@ -206,6 +207,8 @@ class RunnerObject {
     options.pages = pages;
     options.targets = targets_of(targets, layers);
     options.reserve = reserve;
+    options.rules = rules_of(admit, victims);
+    options.adaptive = adaptive;
     options.stall_seconds = stall_seconds;
     options.whole_experts = whole_experts;
     options.populate = populate;
@@ -275,6 +278,26 @@ std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std
     return runner.prefetch(layer, scores ? copy.data() : nullptr, limit, most,
                            later ? Priority::kLater : Priority::kNext);
   });
+}
+
+std::int64_t prefetch_ahead_py(const RunnerObject& self, const py::array& layers, const py::array& experts,
+                               const std::optional<py::array>& scores, std::optional<std::int64_t> max_bytes,
+                               bool stays) {
+  const std::vector<AheadExpert> ahead = ahead_experts(layers, experts, scores);
+  if (max_bytes && *max_bytes < 0) {
+    refuse("max_bytes is " + std::to_string(*max_bytes) + "; it cannot be negative");
+  }
+  const std::int64_t page_bytes = self.parts()->runner->options().layout.record_bytes;
+  const std::int64_t most = max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max();
+  return page_bytes *
+         self.call([&](ExpertRunner& runner) { return runner.prefetch_ahead(ahead, most, stays); });
+}
+
+py::list adaptive_layers_py(const RunnerObject& self) {
+  const auto found = self.call([](ExpertRunner& runner) { return runner.adaptive_layers(); });
+  py::list layers;
+  for (const Prediction& each : found) layers.append(py::make_tuple(each.ahead, each.layer));
+  return layers;
 }
 
 std::int64_t preload_py(const RunnerObject& self, const py::array& experts, std::int64_t most_bytes) {
@@ -475,7 +498,8 @@ void bind_offload(py::module_& m) {
       .def(py::init<const BlockLayout&, const GateSpec&, std::int32_t, std::int32_t, std::int64_t,
                     const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool, bool,
                     std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
-                    const std::vector<py::array>&, std::vector<BlockLayout>, std::vector<GateSpec>>(),
+                    const std::vector<py::array>&, std::vector<BlockLayout>, std::vector<GateSpec>,
+                    const std::string&, const std::string&, double>(),
            py::arg("layout"), py::arg("gate"), py::kw_only(), py::arg("layers"), py::arg("experts"),
            py::arg("pages"), py::arg("targets"), py::arg("reserve"), py::arg("policy"), py::arg("link"),
            py::arg("stall_seconds") = 30.0, py::arg("whole_experts") = false, py::arg("populate") = false,
@@ -483,11 +507,21 @@ void bind_offload(py::module_& m) {
            py::arg("near_memory") = 0, py::arg("far_records") = std::vector<py::array>(),
            py::arg("far_experts") = std::vector<py::array>(),
            py::arg("layer_layouts") = std::vector<BlockLayout>(),
-           py::arg("layer_gates") = std::vector<GateSpec>())
+           py::arg("layer_gates") = std::vector<GateSpec>(), py::arg("admit") = "key",
+           py::arg("victims") = "farthest", py::arg("adaptive") = 0.0)
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("later") = false)
+      .def("prefetch_ahead", &prefetch_ahead_py, py::arg("layers"), py::arg("experts"),
+           py::arg("scores") = py::none(), py::arg("max_bytes") = py::none(), py::arg("stays") = false)
+      .def("begin_request",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.begin_request(); }); })
+      .def("adaptive_layers", &adaptive_layers_py)
+      .def("adaptive_step",
+           [](const Self& self) {
+             return self.call([](ExpertRunner& runner) { return runner.adaptive_step(); });
+           })
       .def(
           "expect",
           [](const Self& self, const py::array& shares) {

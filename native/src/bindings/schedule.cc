@@ -21,8 +21,35 @@ Ahead ahead_of(const std::string& name) {
   if (name == "none") return Ahead::kNone;
   if (name == "prompts") return Ahead::kPrompts;
   if (name == "ranked") return Ahead::kRanked;
+  if (name == "queued") return Ahead::kQueued;
+  if (name == "adaptive") return Ahead::kAdaptive;
   if (name == "whole-layer") return Ahead::kWholeLayer;
-  refuse("ahead is \"" + name + "\"; it must be none, prompts, ranked or whole-layer");
+  refuse("ahead is \"" + name + "\"; it must be none, prompts, ranked, queued, adaptive or whole-layer");
+}
+
+CacheRules rules_of(const std::string& admit, const std::string& victims) {
+  if (admit != "key" && admit != "always") {
+    refuse("admit is '" + admit + "'; it must be 'key' or 'always'");
+  }
+  if (victims != "farthest" && victims != "lowest") {
+    refuse("victims is '" + victims + "'; it must be 'farthest' or 'lowest'");
+  }
+  return {admit == "always", victims == "lowest"};
+}
+
+std::vector<AheadExpert> ahead_experts(const py::array& layers, const py::array& experts,
+                                       const std::optional<py::array>& scores) {
+  const auto shape = shape_of(layers);
+  if (shape.size() != 1) refuse("layers has shape " + shape_text(shape) + "; it must be [n]");
+  const auto* const of_layer = checked<std::int32_t>("layers", layers, shape);
+  const auto* const named = checked<std::int32_t>("experts", experts, shape);
+  const float* const score = scores ? checked<float>("scores", *scores, shape) : nullptr;
+  std::vector<AheadExpert> found;
+  found.reserve(static_cast<std::size_t>(shape[0]));
+  for (std::int64_t i = 0; i < shape[0]; ++i) {
+    found.push_back({of_layer[i], named[i], score == nullptr ? 0 : score[i]});
+  }
+  return found;
 }
 
 py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,

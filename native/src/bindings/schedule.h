@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,14 @@ namespace py = pybind11;
 
 // Throws std::invalid_argument.
 Miss miss_of(const std::string& name);
+
+// Throws std::invalid_argument. admit: "key" or "always"; victims: "farthest" or "lowest".
+CacheRules rules_of(const std::string& admit, const std::string& victims);
+
+// Experts of later layers from int32 [n] each and float32 [n], which may be missing. Throws
+// std::invalid_argument.
+std::vector<AheadExpert> ahead_experts(const py::array& layers, const py::array& experts,
+                                       const std::optional<py::array>& scores);
 
 // Throws std::invalid_argument.
 Ahead ahead_of(const std::string& name);

@@ -104,7 +104,8 @@ std::unique_ptr<TimelineObject> make_timeline(
     double far_block, double far_block_shared, std::int64_t far_threads, double far_call,
     double near_slowdown, double latency, std::vector<double> link, std::vector<double> link_shared,
     std::int64_t in_flight_bytes, const std::string& launch, bool counts_hard,
-    const std::map<std::string, double>& calls) {
+    const std::map<std::string, double>& calls, const std::string& admit, const std::string& victims,
+    double adaptive) {
   TimelineOptions options;
   options.layers = layers;
   options.experts = experts;
@@ -114,6 +115,8 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.targets = targets_of(targets, layers);
   options.reserve = reserve;
   options.whole_experts = whole_experts;
+  options.rules = rules_of(admit, victims);
+  options.adaptive = adaptive;
   options.loading =
       loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes, block_bytes);
   options.counts_hard = counts_hard;
@@ -145,7 +148,8 @@ std::int64_t preload_py(TimelineObject& self, std::int32_t layer, const py::arra
 
 py::dict run_py(TimelineObject& self, const py::array& experts, const py::array& starts,
                 const std::optional<py::array>& rankings, std::int64_t from, std::optional<std::int64_t> to,
-                bool hurried) {
+                bool hurried, const std::optional<py::array>& queues,
+                const std::optional<py::array>& queue_scores, const std::optional<py::array>& requests) {
   const TimelineOptions& options = self.options();
   const auto shape = shape_of(experts);
   if (shape.size() != 3 || shape[1] != options.layers) {
@@ -176,6 +180,20 @@ py::dict run_py(TimelineObject& self, const py::array& experts, const py::array&
     passes.rankings = checked<std::int32_t>("rankings", *rankings, wide);
     passes.depths = static_cast<std::int32_t>(wide[0]);
     passes.width = static_cast<std::int32_t>(wide[3]);
+  }
+  if (queues) {
+    const auto wide = shape_of(*queues);
+    if (wide.size() != 3 || wide[0] != passes.tokens || wide[1] != options.layers + std::int64_t{1}) {
+      refuse("queues has shape " + shape_text(wide) + "; it must be [" + std::to_string(passes.tokens) +
+             ", " + std::to_string(options.layers + std::int64_t{1}) + ", queued]");
+    }
+    passes.queues = checked<std::int32_t>("queues", *queues, wide);
+    if (queue_scores) passes.queue_scores = checked<float>("queue_scores", *queue_scores, wide);
+    passes.queued = static_cast<std::int32_t>(wide[2]);
+  }
+  if (requests) {
+    passes.request_count = requests->size();
+    passes.requests = checked<std::int64_t>("requests", *requests, {passes.request_count});
   }
   const std::int64_t end = to ? *to : passes.passes;
   if (from < 0 || from > end || end > passes.passes) {
@@ -240,7 +258,8 @@ void bind_simulate(py::module_& m) {
            py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1,
            py::arg("far_call") = 0.0, py::arg("near_slowdown") = 1.0, py::arg("latency"), py::arg("link"),
            py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host",
-           py::arg("counts_hard") = false, py::arg("calls") = std::map<std::string, double>{})
+           py::arg("counts_hard") = false, py::arg("calls") = std::map<std::string, double>{},
+           py::arg("admit") = "key", py::arg("victims") = "farthest", py::arg("adaptive") = 0.0)
       .def("switch_to", &switch_to_py, py::kw_only(), py::arg("targets"), py::arg("miss"), py::arg("ahead"),
            py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"))
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
@@ -267,7 +286,8 @@ void bind_simulate(py::module_& m) {
              return PolicyHolder(self.call([](Timeline& timeline) { return timeline.policy().copy(); }));
            })
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
-           py::arg("stop") = py::none(), py::arg("hurried") = false)
+           py::arg("stop") = py::none(), py::arg("hurried") = false, py::arg("queues") = py::none(),
+           py::arg("queue_scores") = py::none(), py::arg("requests") = py::none())
       .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })
       .def("stats", &stats_py)
       .def("reset_stats", [](Self& self) { self.call([](Timeline& timeline) { timeline.reset_stats(); }); })

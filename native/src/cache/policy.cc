@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cache/policy_forecast.h"
+#include "cache/policy_requests.h"
 
 namespace moechat {
 namespace {
@@ -40,6 +41,10 @@ class Clocked : public EvictionPolicy {
   }
   std::size_t place(std::int32_t layer, std::int32_t expert) const {
     return size_of(std::int64_t{layer} * experts_ + expert);
+  }
+  void forget() {
+    reset();
+    for (std::int32_t layer = 0; layer < layers_; ++layer) touch(layer);
   }
   // Advances the layer's clock past the pass and returns it, in tokens.
   std::int64_t advance(std::int32_t layer, std::int64_t pass_tokens) {
@@ -103,7 +108,10 @@ class Lru final : public Clocked {
 // time of the last use enters as a fraction below 1, so that it never outweighs an activation.
 class Lfu final : public Clocked {
  public:
-  explicit Lfu(const PolicySpec& spec) : Clocked(spec), uses_(keys_.size()) {}
+  explicit Lfu(const PolicySpec& spec) : Clocked(spec), uses_(keys_.size()), per_request_(spec.per_request) {}
+  void begin_request() override {
+    if (per_request_) forget();
+  }
   void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
               std::int64_t pass_tokens) override {
     constexpr std::int64_t kLatest = (std::int64_t{1} << 32) - 1;
@@ -122,6 +130,7 @@ class Lfu final : public Clocked {
 
  private:
   std::vector<std::int64_t> uses_;
+  bool per_request_;
 };
 
 // gamma-discounted counts (MELINOE, definition C.1): at each token count = gamma * count + chosen, from 0.
@@ -131,7 +140,20 @@ class Lfu final : public Clocked {
 class Discount final : public Clocked {
  public:
   explicit Discount(const PolicySpec& spec)
-      : Clocked(spec), gamma_(spec.gamma), growth_(-std::log(spec.gamma)) {}
+      : Clocked(spec), gamma_(spec.gamma), growth_(-std::log(spec.gamma)), per_request_(spec.per_request) {}
+  void begin_request() override {
+    if (per_request_) forget();
+  }
+  // What a request is expected to use counts as used once (MELINOE, section 3.3).
+  void predict_ahead(const AheadExpert* experts, std::int64_t count) override {
+    if (!per_request_) return;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int32_t layer = experts[i].layer;
+      double& key = keys_[place(layer, experts[i].expert)];
+      key = std::max(key, static_cast<double>(clock_[size_of(layer)]) * growth_);
+      touch(layer);
+    }
+  }
   void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
               std::int64_t pass_tokens) override {
     const double end = static_cast<double>(advance(layer, pass_tokens)) * growth_;
@@ -153,11 +175,15 @@ class Discount final : public Clocked {
   }
   double gamma_;
   double growth_;
+  bool per_request_;
 };
 
-// Two-level LRU (ExpertFlow, section 3.3.1). Experts of the latest access and experts predicted for the next
-// one form the high list, all others the low list. The low list is evicted first, each list in order of last
-// use. A prediction holds until the access that it is for.
+// Two-level LRU (ExpertFlow, section 3.3.1). Experts of "the last layers" and experts predicted for the next
+// access form the high list, all others the low list. The low list is evicted first, each list in order of
+// last use. A prediction holds until the access that it is for. The paper does not say how many layers are
+// the last ones: high_span of them (0: a whole pass), or as many as predictions reach ahead. The layers that
+// predictions of the same token cannot reach keep their experts for a whole pass, which is the motive that
+// the paper gives.
 class TwoLevelLru final : public Clocked {
  public:
   explicit TwoLevelLru(const PolicySpec& spec)
@@ -165,7 +191,9 @@ class TwoLevelLru final : public Clocked {
         last_(keys_.size(), kNever),
         why_(keys_.size()),
         high_(keys_.size()),
-        high_count_(size_of(layers_)) {}
+        high_count_(size_of(layers_)),
+        span_(spec.high_span == 0 ? layers_ : std::min(spec.high_span, layers_)),
+        first_span_(span_) {}
   void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
               std::int64_t pass_tokens) override {
     const std::int64_t clock = advance(layer, pass_tokens);
@@ -174,16 +202,24 @@ class TwoLevelLru final : public Clocked {
       last_[place(layer, experts[i])] = recency(clock, tokens[i], pass_tokens);
       raise(layer, experts[i], kUsed);
     }
+    if (span_ < layers_) demote((layer + layers_ - span_) % layers_);
+  }
+  void reach(std::int32_t layer, std::int32_t steps) override {
+    const std::int32_t before = span_;
+    span_ = std::clamp(steps, 1, layers_);
+    for (std::int32_t back = span_; back < before; ++back) demote((layer + layers_ - back) % layers_);
   }
   void predict(std::int32_t layer, const std::int32_t* experts, std::int64_t count) override {
     keep(layer, kUsed);
     for (std::int64_t i = 0; i < count; ++i) raise(layer, experts[i], kPredicted);
+    touch(layer);
   }
   void reset() override {
     Clocked::reset();
     std::fill(last_.begin(), last_.end(), kNever);
     std::fill(why_.begin(), why_.end(), std::uint8_t{0});
     std::fill(high_count_.begin(), high_count_.end(), 0);
+    span_ = first_span_;
   }
   std::unique_ptr<EvictionPolicy> copy() const override { return std::make_unique<TwoLevelLru>(*this); }
 
@@ -198,6 +234,11 @@ class TwoLevelLru final : public Clocked {
     if (why_[at] == 0) high_[place(layer, high_count_[size_of(layer)]++)] = expert;
     why_[at] = static_cast<std::uint8_t>(why_[at] | why);
     keys_[at] = std::max(last_[at], 0.0) + kHigh;
+  }
+  void demote(std::int32_t layer) {
+    if (layer < span_ || high_count_[size_of(layer)] == 0) return;
+    keep(layer, kPredicted);
+    touch(layer);
   }
   // Clears all reasons except those in `mask`, and drops members without a reason from the high list.
   void keep(std::int32_t layer, std::uint8_t mask) {
@@ -221,6 +262,8 @@ class TwoLevelLru final : public Clocked {
   std::vector<std::int32_t>
       high_;  // [layers, experts]: the first high_count_ entries of a layer are the members of its high list
   std::vector<std::int32_t> high_count_;
+  std::int32_t span_;
+  std::int32_t first_span_;
 };
 
 // A fixed ranking, for expert sets chosen in advance.
@@ -388,6 +431,8 @@ constexpr Named kPolicies[] = {
     {"lfu", make<Lfu>},
     {"discount", make<Discount>},
     {"two_level_lru", make<TwoLevelLru>},
+    {"request", make_request},
+    {"map", make_map},
     {"static", make<Static>},
     {"belady", make<Belady>},
 };
@@ -403,6 +448,9 @@ std::unique_ptr<EvictionPolicy> make_policy(const PolicySpec& spec) {
   }
   if (!(spec.rho > 0 && spec.rho <= 1)) {
     refuse("rho is " + std::to_string(spec.rho) + "; it must be above 0 and at most 1");
+  }
+  if (spec.high_span < 0) {
+    refuse("high_span is " + std::to_string(spec.high_span) + "; it cannot be negative");
   }
   if (!(spec.gamma > 0 && spec.gamma <= 1)) {
     refuse("gamma is " + std::to_string(spec.gamma) + "; it must be above 0 and at most 1");

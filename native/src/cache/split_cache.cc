@@ -23,7 +23,7 @@ std::string SplitExpertCache::name_of(std::int32_t layer, std::int32_t expert) {
 
 SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, std::int32_t blocks, Slab* slab,
                                    EvictionPolicy* policy, const std::vector<LayerTarget>& targets,
-                                   std::int64_t reserve)
+                                   std::int64_t reserve, const CacheRules& rules)
     : layers_(layers),
       experts_(experts),
       blocks_(blocks),
@@ -31,6 +31,7 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
       policy_(policy),
       targets_(targets),
       reserve_(reserve),
+      rules_(rules),
       version_(first_version()) {
   constexpr std::int64_t kMost = std::int64_t{1} << 28;
   if (layers < 1 || experts < 1 || blocks < 1 || std::int64_t{layers} * experts > kMost / blocks) {
@@ -55,6 +56,7 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
   flags_.resize(size_of(slab->pages()));
   kept_.resize(all);
   kept_count_.resize(size_of(layers));
+  accesses_.resize(size_of(layers));
   layer_surplus_.resize(size_of(layers));
   layer_pending_.resize(size_of(layers));
   marks_.resize(size_of(experts));
@@ -131,6 +133,7 @@ void SplitExpertCache::access(std::int32_t layer, const std::int32_t* experts, c
   ++version_;
   policy_->access(layer, experts, tokens, count, pass_tokens);
   known_[size_of(layer)] = 0;
+  const std::uint64_t number = ++accesses_[size_of(layer)];
   std::int64_t* hits = pass_tokens == 1 ? counters_.hits : counters_.prefill_hits;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::size_t where = place(layer, experts[i]);
@@ -161,6 +164,7 @@ void SplitExpertCache::access(std::int32_t layer, const std::int32_t* experts, c
       counters_.blocks_prefetched += fresh;
     }
     ++expert.pins;
+    expert.access = number;
     update_surplus(where);
     if (kinds != nullptr) kinds[i] = kind;
   }
@@ -187,7 +191,12 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
       // Of equal keys the higher number stays, as among victims: else the order in which blocks happen to
       // arrive, and with it their experts are released, would decide.
       const double* keys = policy_->keys(layer);
-      const auto below = [keys](std::int32_t one, std::int32_t other) {
+      const std::uint64_t now = accesses_[size_of(layer)];
+      const auto below = [&](std::int32_t one, std::int32_t other) {
+        if (rules_.admit_always) {
+          const bool kept = at(layer, one).access == now;
+          if (kept != (at(layer, other).access == now)) return !kept;
+        }
         return keys[one] != keys[other] ? keys[one] < keys[other] : one < other;
       };
       std::int32_t lowest = 0;

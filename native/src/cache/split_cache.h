@@ -49,6 +49,16 @@ struct LayerTarget {
   std::int32_t blocks;   // b, 1..blocks of an expert (ignored when experts is 0)
 };
 
+// Which experts are protected, and in which order pages are taken.
+struct CacheRules {
+  // An expert that was used is admitted in place of the lowest one that the access did not name, whatever its
+  // key (MoEpic, section 3.3, and all systems that must load an expert to use it). False: by its key.
+  bool admit_always = false;
+  // Of all layers within reach, the expert with the lowest key loses its pages: one pool for all layers, as
+  // in systems whose keys are one order over the whole model. False: see above.
+  bool lowest_victims = false;
+};
+
 enum class HitKind : std::uint8_t {
   kFull,      // all blocks were ready, none of them brought by a prefetch since the last access
   kPrefetch,  // all blocks were ready or on their way, at least one brought by a prefetch
@@ -119,7 +129,8 @@ class SplitExpertCache {
   // range, or targets that take more than slab.pages() - reserve pages, where reserve is what must stay for
   // blocks on their way (at least 1).
   SplitExpertCache(std::int32_t layers, std::int32_t experts, std::int32_t blocks, Slab* slab,
-                   EvictionPolicy* policy, const std::vector<LayerTarget>& targets, std::int64_t reserve);
+                   EvictionPolicy* policy, const std::vector<LayerTarget>& targets, std::int64_t reserve,
+                   const CacheRules& rules = {});
 
   std::int32_t layers() const { return layers_; }
   std::int32_t experts() const { return experts_; }
@@ -154,8 +165,8 @@ class SplitExpertCache {
               std::int64_t pass_tokens, HitKind* kinds /* [count], may be null */);
   // The blocks of one expert of the access have been used, or the access was aborted. Unpins the expert. If
   // it holds blocks and its key is above the lowest key of the C admitted experts (of equal keys, the higher
-  // number wins), it is admitted in place of that one. Nothing is copied. Throws std::logic_error if the
-  // expert is not pinned.
+  // number wins), it is admitted in place of that one; see CacheRules for the other rule. Nothing is copied.
+  // Throws std::logic_error if the expert is not pinned.
   void release(std::int32_t layer, std::int32_t expert);
 
   // ---- moving blocks
@@ -186,7 +197,7 @@ class SplitExpertCache {
   // the protected experts and those that hold blocks), pages follow as they are wanted. Throws
   // std::invalid_argument as the constructor; nothing has changed then.
   void set_targets(const std::vector<LayerTarget>& targets);
-  // The policy has new keys, other than by `access`.
+  // The policy has new keys by `expect`.
   void keys_changed() {
     ++version_;
     known_.assign(known_.size(), 0);
@@ -216,6 +227,7 @@ class SplitExpertCache {
     std::int32_t pins = 0;
     std::int32_t surplus = 0;  // blocks that may be taken: none while pinned or being filled
     std::int32_t fresh = 0;    // pages with kFresh
+    std::uint64_t access = 0;  // number of the last access, from 1
     bool kept = false;         // protected
   };
   struct Candidate {
@@ -261,6 +273,7 @@ class SplitExpertCache {
   EvictionPolicy* policy_;
   std::vector<LayerTarget> targets_;
   std::int64_t reserve_;
+  CacheRules rules_;
   std::uint64_t version_;
 
   std::vector<Expert> state_;                // [layers * experts]
@@ -269,6 +282,7 @@ class SplitExpertCache {
   std::vector<std::uint8_t> flags_;          // [pages of the slab]
   std::vector<std::int32_t> kept_;           // [layers, experts]: protected experts, from the left
   std::vector<std::int32_t> kept_count_;     // [layers]
+  std::vector<std::uint64_t> accesses_;      // [layers]: how many there were
   std::vector<std::int64_t> layer_surplus_;  // [layers]
   std::vector<std::int64_t> layer_pending_;  // [layers]: pages both kFilling and kFresh
   std::int64_t surplus_ = 0;
@@ -284,10 +298,10 @@ class SplitExpertCache {
   mutable std::vector<std::uint32_t> marks_;  // [experts]
   mutable std::uint32_t mark_ = 0;
   std::vector<Candidate> candidates_;
-  // Of each layer, its surplus expert with the lowest key, or number -1; known_ says whether it is up to
-  // date.
-  mutable std::vector<Candidate> lowest_;    // [layers]
-  mutable std::vector<std::uint8_t> known_;  // [layers]
+  // Of each layer, its surplus expert with the lowest key, or number -1; known_ is the policy's stamp
+  // of the layer plus 1 where it is up to date.
+  mutable std::vector<Candidate> lowest_;     // [layers]
+  mutable std::vector<std::uint64_t> known_;  // [layers]
   // The want at work: the layers that it may take from, in the order of turns, with the lowest expert that is
   // left of each; and what it has taken already.
   mutable std::vector<std::int32_t> reach_;

@@ -80,8 +80,9 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
 // none.
 SplitExpertCache::Candidate SplitExpertCache::lowest(std::int32_t layer) const {
   Candidate& found = lowest_[size_of(layer)];
-  if (known_[size_of(layer)] != 0) return found;
-  known_[size_of(layer)] = 1;
+  const std::uint64_t stamp = policy_->stamp(layer) + 1;
+  if (known_[size_of(layer)] == stamp) return found;
+  known_[size_of(layer)] = stamp;
   found = {0, -1};
   if (layer_surplus_[size_of(layer)] == 0) return found;
   const double* keys = policy_->keys(layer);
@@ -135,12 +136,13 @@ void SplitExpertCache::list_layers(const Want& want) const {
 // REQUIRES: there is one, and list_layers has been called.
 Victim SplitExpertCache::next_victim(const Want& want) const {
   std::size_t chosen = 0;
-  if (policy_->comparable()) {
+  if (policy_->comparable() || rules_.lowest_victims) {
     std::size_t cheapest = 0;
     for (std::size_t i = 1; i < left_.size(); ++i) {
       if (left_[i].key < left_[cheapest].key) cheapest = i;
     }
-    if (left_[cheapest].key + kClear < left_[0].key) chosen = cheapest;
+    const double clear = rules_.lowest_victims ? 0 : kClear;
+    if (left_[cheapest].key + clear < left_[0].key) chosen = cheapest;
   }
   const std::int32_t layer = reach_[chosen];
   const std::int32_t expert = left_[chosen].expert;

@@ -58,7 +58,7 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       policy_(std::move(policy)),
       slab_(options_.pages, options_.record_bytes, options_.near_memory),
       cache_(options_.layers, options_.experts, options_.blocks, &slab_, policy_.get(), options_.targets,
-             options_.reserve),
+             options_.reserve, options_.rules),
       link_(std::move(link)),
       transfers_(&cache_, &slab_, link_.get()),
       far_(options_.record_bytes),
@@ -67,6 +67,11 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       pass_(kRecent),
       landed_(at(std::int64_t{options_.layers} * options_.experts)),
       far_used_(landed_.size()),
+      step_(options_.adaptive > 0
+                ? std::make_unique<AdaptiveStep>(options_.layers, options_.experts,
+                                                 static_cast<double>(options_.blocks * options_.record_bytes),
+                                                 options_.adaptive)
+                : nullptr),
       windows_(at(std::int64_t{2} * options_.layers)) {}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
@@ -102,6 +107,11 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
   settle();
   close_window();
+  if (step_ != nullptr) {
+    measure_step(tokens == 1);
+    step_->needed(layer, grouped_.experts.data(), grouped_.rows(),
+                  [&](std::int32_t expert) { return cache_.resident(layer, expert) == options_.blocks; });
+  }
   // What the CPU can compute is not worth waiting for in a queue. What is needed is divided anew below.
   if (miss != Miss::kFetch && tokens <= FarShare::kMostItems) transfers_.cancel_stale(layer);
   const std::int32_t* const experts = grouped_.experts.data();
@@ -118,6 +128,7 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   failure_.clear();
   starved_ = freed_ = false;
   for (Prefetch& prefetch : prefetches_) prefetch.blocks = 0;
+  if (!ahead_.stays) ahead_.blocks = 0;
   unpinned_rows_ = 0;
   first_ = end_ = 0;
   far_blocks_ = 0;
@@ -380,6 +391,7 @@ void LayerSchedule::run_group() {
       for (int priority = 0; priority < kPriorities; ++priority) {
         continue_prefetch(&prefetches_[priority], static_cast<Priority>(priority));
       }
+      continue_ahead();
     }
     if (!failure_.empty()) give_up();
     if (sharing_) absorb_landed();

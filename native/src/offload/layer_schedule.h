@@ -40,10 +40,12 @@
 #include "cache/split_cache.h"
 #include "link/link.h"
 #include "memory/slab.h"
+#include "offload/adaptive_step.h"
 #include "offload/expert_sum.h"
 #include "offload/far_share.h"
 #include "offload/layer_executor.h"
 #include "offload/page_table.h"
+#include "offload/speculation.h"
 #include "offload/transfers.h"
 
 namespace moechat {
@@ -73,6 +75,8 @@ struct ScheduleOptions {
   std::int64_t reserve = 1;  // pages that the targets leave for blocks on their way
   // As most published systems: an expert is computed once all of it has arrived.
   bool whole_experts = false;
+  CacheRules rules;
+  double adaptive = 0;  // experts that are fetched ahead of a layer by an adaptive step; 0: there is none
   double stall_seconds = 30;  // how long nothing may arrive before a pass gives up
   // [layers, experts] whether the CPU can compute an expert where it lies; empty: all of them.
   std::vector<std::uint8_t> far_experts;
@@ -133,6 +137,22 @@ class LayerSchedule {
   // It does so for the last prefetch of each priority.
   std::int64_t prefetch(std::int32_t layer, const std::int32_t* ranked, std::int64_t count,
                         std::int64_t max_blocks, Priority priority);
+  // Tells the policy, and the adaptive step, what a predictor expects at the next access of `layer`, best
+  // first.
+  void predict(std::int32_t layer, const std::int32_t* experts, std::int64_t count);
+  // Queues missing blocks of these experts, in this order across layers, in place of what an earlier call has
+  // queued and the link has not started. A few experts are queued at a time, the others as those arrive,
+  // until the next begin. Else as `prefetch`. Throws std::invalid_argument, and nothing has changed.
+  // stays: until the next call, over all begins.
+  std::int64_t prefetch_ahead(const AheadExpert* experts, std::int64_t count, std::int64_t max_blocks,
+                              bool stays = false);
+  // The passes that follow belong to another request.
+  void begin_request();
+  // Where the step is adaptive: the layers that are to be predicted after the router of the begun one, in a
+  // pass of one token. Those `prefetch` calls that follow are for them.
+  std::vector<Prediction> adaptive_layers();
+  // Null: it is not adaptive.
+  const AdaptiveStep* step() const { return step_.get(); }
   // As EvictionPolicy::expect, for all layers: shares [layers * experts]. Throws std::invalid_argument.
   void expect(const std::vector<double>& shares);
   // Queues missing blocks of these experts (pairs of layer and expert, in this order) that earlier runs have
@@ -216,6 +236,14 @@ class LayerSchedule {
     std::vector<std::int32_t> ranked;
   };
 
+  // The same over layers.
+  struct AheadQueue {
+    std::vector<AheadExpert> experts;
+    std::size_t next = 0;  // the first that may lack blocks
+    std::int64_t blocks = 0;
+    bool stays = false;
+  };
+
   static bool done(const Row& row) { return row.next == row.far_begin; }
   Row& row_at(std::int32_t index) { return rows_[static_cast<std::size_t>(index)]; }
   const Row& row_at(std::int32_t index) const { return rows_[static_cast<std::size_t>(index)]; }
@@ -232,6 +260,10 @@ class LayerSchedule {
   std::int64_t stage(std::int32_t index);
   void note_refusal();
   std::int64_t continue_prefetch(Prefetch* prefetch, Priority priority);
+  std::int64_t continue_ahead();
+  bool guesses_wait() const;
+  std::int64_t room_of_guesses(std::int64_t blocks) const;
+  void measure_step(bool one_token);
   void open_window();
   void close_window();
   bool make_room();
@@ -311,6 +343,11 @@ class LayerSchedule {
   double waited_ = 0;                 // seconds in vain, since something arrived or was computed
   Prefetch prefetches_[kPriorities];  // by priority; the entry of demands stays empty
 
+  AheadQueue ahead_;
+  std::unique_ptr<AdaptiveStep> step_;
+  std::int32_t reached_ = 1;  // the step at the last call of adaptive_layers
+  double begun_at_ = -1;      // link's clock, at the begin of the layer before; -1: it was of another kind
+
   // A window is the time from the moment at which a layer of a decoded token lacks nothing any more to the
   // router of the next layer: the link has nothing better to do than to prefetch.
   std::vector<double> windows_;     // [layers, 2]: seconds, moving estimates, of layers that were complete at
@@ -323,6 +360,7 @@ class LayerSchedule {
   Plan plan_;
   std::vector<std::int32_t> wanted_;
   std::vector<std::int32_t> wanted_ends_;
+  std::vector<std::uint8_t> named_;
   std::vector<FarPiece> pieces_;
 
   ScheduleStats own_;    // all figures except those of cache, link and pages

@@ -7,9 +7,6 @@
 namespace moechat {
 namespace {
 
-// Weight of the newest window in its estimate.
-constexpr double kNewest = 0.1;
-
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
@@ -112,78 +109,6 @@ bool LayerSchedule::unpin_one() {
     return true;
   }
   return false;
-}
-
-// ---- speculation
-
-// A layer lacks nothing any more but what is on its way.
-void LayerSchedule::open_window() {
-  if (window_opened_ >= 0 || miss_ == Miss::kFetch || tokens_ != 1) return;
-  window_opened_ = link_->now();
-  const LinkStats link = link_->stats();
-  const double seconds = windows_[at(2 * layer_ + (sharing_ ? 1 : 0))];
-  const double bytes = seconds * FarShare::link_rate(link) - static_cast<double>(link.in_flight);
-  window_blocks_ = std::max<std::int64_t>(0, static_cast<std::int64_t>(bytes) / options_.record_bytes);
-}
-
-// The router of the next layer has chosen, or another pass has begun.
-void LayerSchedule::close_window() {
-  if (window_opened_ < 0) return;
-  double& kept = windows_[at(2 * layer_ + (sharing_ ? 1 : 0))];
-  const double seconds = link_->now() - window_opened_;
-  // At most twice the estimate counts: a user may have thought in between.
-  kept = kept == 0 ? seconds : kept + kNewest * (std::min(seconds, 2 * kept) - kept);
-  window_opened_ = -1;
-}
-
-std::int64_t LayerSchedule::prefetch(std::int32_t layer, const std::int32_t* ranked, std::int64_t count,
-                                     std::int64_t max_blocks, Priority priority) {
-  check_layer(layer);
-  settle();
-  Prefetch& prefetch = prefetches_[static_cast<int>(priority)];
-  prefetch.layer = layer;
-  prefetch.blocks = std::max<std::int64_t>(max_blocks, 0);
-  prefetch.ranked.assign(ranked, ranked + count);
-  if (priority == Priority::kNext && cache_.in_flight() > 0) {
-    for (const std::int32_t expert : prefetch.ranked) transfers_.promote(layer, expert, priority);
-  }
-  // What moves while the CPU computes takes memory bandwidth from it: a guess is not worth that.
-  if (active_ && sharing_ && window_opened_ < 0) return 0;
-  // Pages that have become free since the layer began are its own first.
-  if (active_ && starved_ && freed_ && failure_.empty()) acquire();
-  return active_ && starved_ ? 0 : continue_prefetch(&prefetch, priority);
-}
-
-// Queues the blocks of a prefetch that there are pages for. Returns how many. Experts that lack nothing are
-// named too: a prefetch takes no page from an expert that it names.
-std::int64_t LayerSchedule::continue_prefetch(Prefetch* prefetch, Priority priority) {
-  if (prefetch->blocks == 0) return 0;
-  std::int64_t missing = 0;
-  for (const std::int32_t expert : prefetch->ranked) {
-    missing += options_.blocks - cache_.assigned(prefetch->layer, expert);
-  }
-  if (missing == 0 || !link_->failure().empty()) {
-    prefetch->blocks = 0;
-    return 0;
-  }
-  // Where the CPU computes what is missing, a guess may only take time that nobody else needs.
-  const bool limited = active_ && miss_ != Miss::kFetch && tokens_ == 1;
-  const std::int64_t room = window_opened_ < 0 ? 0 : window_blocks_;
-  const std::int64_t most = limited ? std::min(prefetch->blocks, room) : prefetch->blocks;
-  if (most == 0) return 0;
-  const Want want{prefetch->layer,
-                  layer_,
-                  prefetch->ranked.data(),
-                  static_cast<std::int64_t>(prefetch->ranked.size()),
-                  true,
-                  most,
-                  options_.whole_experts};
-  cache_.plan(want, &plan_);
-  const std::int64_t count = transfers_.fetch(&plan_, priority, pass_);
-  transfers_.forget_refusal();
-  if (limited) window_blocks_ -= count;
-  prefetch->blocks = count == missing ? 0 : prefetch->blocks - count;
-  return count;
 }
 
 // ---- what earlier runs have used

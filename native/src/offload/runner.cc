@@ -160,9 +160,33 @@ std::int64_t ExpertRunner::prefetch_layer(std::int32_t layer, const float* score
     const std::int32_t counted = priority == Priority::kNext ? routing_.depth() : 0;
     rank_best(scores, options_.experts, std::max(best, counted), &sortable_, &ranked_);
     if (counted > 0) routing_.predict(layer, ranked_.data(), counted);
-    schedule_.policy().predict(layer, ranked_.data(), best);
+    schedule_.predict(layer, ranked_.data(), best);
   }
   return schedule_.prefetch(layer, ranked_.data(), best, max_blocks, priority);
+}
+
+std::int64_t ExpertRunner::prefetch_ahead(const std::vector<AheadExpert>& experts, std::int64_t max_blocks,
+                                          bool stays) {
+  const ApiLock lock(this);
+  const Stopwatch watch(&begin_seconds_);
+  return schedule_.prefetch_ahead(experts.data(), static_cast<std::int64_t>(experts.size()), max_blocks,
+                                  stays);
+}
+
+std::vector<Prediction> ExpertRunner::adaptive_layers() {
+  const ApiLock lock(this);
+  return schedule_.adaptive_layers();
+}
+
+void ExpertRunner::begin_request() {
+  const ApiLock lock(this);
+  schedule_.begin_request();
+}
+
+std::pair<std::int32_t, double> ExpertRunner::adaptive_step() const {
+  const ApiLock lock(this);
+  const AdaptiveStep* const step = schedule_.step();
+  return step == nullptr ? std::pair{0, 0.0} : std::pair{step->step(), step->estimate()};
 }
 
 std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* out,

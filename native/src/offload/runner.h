@@ -86,6 +86,12 @@ class ExpertRunner {
   // not a number last, the lower index first). scores null: ascending order, the whole layer.
   std::int64_t prefetch(std::int32_t layer, const float* scores, std::int32_t experts,
                         std::int64_t max_blocks, Priority priority);
+  // As LayerSchedule.
+  std::int64_t prefetch_ahead(const std::vector<AheadExpert>& experts, std::int64_t max_blocks, bool stays);
+  std::vector<Prediction> adaptive_layers();
+  void begin_request();
+  // The step, and its estimate before rounding; 0 and 0 where it is not adaptive.
+  std::pair<std::int32_t, double> adaptive_step() const;
   // x, out [tokens, hidden], not overlapping; out is overwritten. `interrupted` is called a few times a
   // second; it may throw, and the layer is aborted. Throws LinkError, std::logic_error when no layer has
   // begun, std::invalid_argument when `tokens` is not that of begin (the layer stays begun).

@@ -11,6 +11,8 @@ enum class Ahead : std::uint8_t {
   kNone,
   kPrompts,    // nothing but the next layer of long passes
   kRanked,     // experts that a predictor ranks highest
+  kQueued,     // experts of all later layers, in the order that a predictor gives
+  kAdaptive,   // as kRanked, of one layer, whose distance the schedule chooses (adaptive_step.h)
   kWholeLayer  // all of the next layer
 };
 

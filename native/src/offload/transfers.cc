@@ -111,13 +111,13 @@ bool Transfers::cancel(PageId page) {
   return true;
 }
 
-std::int64_t Transfers::cancel_stale(std::int32_t layer) {
+std::int64_t Transfers::cancel_stale(std::int32_t layer, const std::uint8_t* keep) {
   if (cache_->in_flight() == 0) return 0;
   cache_->stale_prefetches(layer, &stale_);
   std::int64_t count = 0;
   std::int32_t refused = -1;
   for (const Fetch& fetch : stale_) {
-    if (fetch.expert == refused) continue;
+    if (fetch.expert == refused || (keep != nullptr && keep[fetch.expert] != 0)) continue;
     if (cancel(fetch.page)) {
       ++count;
     } else {

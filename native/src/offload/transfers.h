@@ -58,7 +58,8 @@ class Transfers {
   // False: it has started, and the page keeps its state until it has landed.
   bool cancel(PageId page);
   // Cancels the prefetches of a layer for experts that are not pinned; returns how many could be cancelled.
-  std::int64_t cancel_stale(std::int32_t layer);
+  // keep: [experts of a layer], not 0 for those that are left alone; null: none is.
+  std::int64_t cancel_stale(std::int32_t layer, const std::uint8_t* keep = nullptr);
   // Cancels the queued blocks of one expert, from its last block down.
   void cancel_queued(std::int32_t layer, std::int32_t expert);
   // Moves the queued blocks of one expert to a higher priority.

@@ -176,6 +176,9 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
     const double stalled = stall_seconds_;
     const LinkStats moved = link_->stats();
     const std::int64_t hard = routing_ ? routing_->hard() : 0;
+    const std::int64_t* const requests = passes.requests + passes.request_count;
+    if (std::binary_search(passes.requests, requests, first)) schedule_.begin_request();
+    if (passes.queues != nullptr && tokens == 1) prefetch_queued(passes, first, 0);
     for (std::int32_t layer = 0; layer < options_.layers; ++layer) run_layer(passes, layer, first, tokens);
     clock_->compute_dense(options_.head);
     const LinkStats after = link_->stats();
@@ -220,8 +223,28 @@ void Timeline::speculate(const Passes& passes, std::int64_t last_token, std::int
     std::iota(ranked_.begin(), ranked_.end(), 0);
     schedule_.prefetch(plan.whole, ranked_.data(), options_.experts, loading_.ahead_blocks, Priority::kNext);
   }
+  if (loading_.speculation.ahead == Ahead::kQueued) {
+    if (tokens == 1 && passes.queues != nullptr) {
+      prefetch_queued(passes, last_token, schedule_.layer() + 1);
+    }
+    return;
+  }
   if (passes.rankings == nullptr || passes.width < 1) return;
+  if (loading_.speculation.ahead == Ahead::kAdaptive) {
+    for (const Prediction& each : schedule_.adaptive_layers()) prefetch_ranked(passes, last_token, each);
+  }
   for (const Prediction& prediction : plan.ranked) prefetch_ranked(passes, last_token, prediction);
+}
+
+void Timeline::prefetch_queued(const Passes& passes, std::int64_t token, std::int32_t slot) {
+  const std::int64_t begin = (token * (options_.layers + 1) + slot) * passes.queued;
+  queue_.clear();
+  for (std::int64_t i = begin; i < begin + passes.queued && passes.queues[i] >= 0; ++i) {
+    const float score = passes.queue_scores == nullptr ? 0 : passes.queue_scores[i];
+    queue_.push_back({passes.queues[i] / options_.experts, passes.queues[i] % options_.experts, score});
+  }
+  if (queue_.empty() && slot == 0) return;
+  schedule_.prefetch_ahead(queue_.data(), static_cast<std::int64_t>(queue_.size()), loading_.ahead_blocks);
 }
 
 void Timeline::prefetch_ranked(const Passes& passes, std::int64_t last_token, const Prediction& prediction) {
@@ -241,7 +264,7 @@ void Timeline::prefetch_ranked(const Passes& passes, std::int64_t last_token, co
     ranked_.push_back(ranking[i]);
   }
   const auto count = static_cast<std::int64_t>(ranked_.size());
-  schedule_.policy().predict(layer, ranked_.data(), count);
+  schedule_.predict(layer, ranked_.data(), count);
   schedule_.prefetch(layer, ranked_.data(), count, loading_.ahead_blocks,
                      ahead > 1 ? Priority::kLater : Priority::kNext);
 }

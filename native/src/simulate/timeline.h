@@ -59,6 +59,15 @@ struct Passes {
   const std::int32_t* rankings = nullptr;
   std::int32_t depths = 0;
   std::int32_t width = 0;
+  // [tokens, 1 + layers, queued]: experts that a predictor queued before the first layer of this token, and
+  // after the router of each layer, as layer * experts + expert, most urgent first; -1 for none. Their
+  // scores, or null. Null: no queues.
+  const std::int32_t* queues = nullptr;
+  const float* queue_scores = nullptr;
+  std::int32_t queued = 0;
+  // First tokens of requests, ascending.
+  const std::int64_t* requests = nullptr;
+  std::int64_t request_count = 0;
 };
 
 struct PassFigures {
@@ -112,6 +121,7 @@ class Timeline {
  private:
   void run_layer(const Passes& passes, std::int32_t layer, std::int64_t first, std::int64_t tokens);
   void speculate(const Passes& passes, std::int64_t last_token, std::int64_t tokens);
+  void prefetch_queued(const Passes& passes, std::int64_t token, std::int32_t slot);
   void prefetch_ranked(const Passes& passes, std::int64_t last_token, const Prediction& prediction);
 
   const TimelineOptions options_;
@@ -129,6 +139,7 @@ class Timeline {
   std::vector<std::int64_t> index_;  // scratch
   std::vector<float> weight_;
   std::vector<std::int32_t> ranked_;
+  std::vector<AheadExpert> queue_;
 };
 
 }  // namespace moechat

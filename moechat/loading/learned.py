@@ -1,0 +1,57 @@
+"""Predictors that learn from requests, as a model is loaded with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat.configurator.systems import CacheSettings
+from moechat.models.router_search import find_routers
+from moechat.models.skeleton import Skeleton
+from moechat.offload.requests import Requests
+from moechat.predict.learned_file import learned_path, load_learned
+from moechat.routing.statistics_file import model_key
+from moechat.simulate.request_queues import request_predictor
+from moechat.store.store import Store
+
+
+def requests_for(
+    store: Store,
+    skeleton: Skeleton,
+    settings: CacheSettings,
+    top_k: int,
+    *,
+    on_gpu: bool,
+    warn: Callable[[str], None],
+) -> Requests | None:
+    """The predictors of a model, with what earlier runs have learned; ``None``: the settings need none.
+
+    Args:
+        store: The model.
+        skeleton: With its weights.
+        settings: Settings of the near tier.
+        top_k: Experts that a router chooses.
+        on_gpu: The hidden states lie in a GPU's memory: of a router only the chosen experts' weights are
+            known, and a token's embedding is not.
+        warn: Called with a sentence if what was kept cannot be used.
+    """
+    layers, experts = len(store.layers), store.geometry.num_experts
+
+    def embed(token: int) -> npt.NDArray[np.float32] | None:
+        with torch.inference_mode():
+            found = skeleton.model.get_input_embeddings()(torch.tensor([token]))[0]
+        values: npt.NDArray[np.float32] = found.float().numpy()
+        return values
+
+    predictor = request_predictor(
+        settings, layers, experts, top_k, embed=(lambda _: None) if on_gpu else embed
+    )
+    if predictor is None:
+        return None
+    key = model_key(store.manifest.source.fingerprint, layers=layers, experts=experts, top_k=top_k)
+    load_learned(learned_path(settings.prefetch, key), predictor, warn)
+    routers = find_routers(skeleton.model, skeleton.experts) if predictor.needs_gates and not on_gpu else ()
+    return Requests(layers, experts, predictor=predictor, routers=routers)
