@@ -865,7 +865,8 @@ class EvictionPolicy:
 
     Args:
         name: ``forecast`` and ``blend`` (ours), ``lcp`` (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount``
-            (MELINOE, definition C.1), ``two_level_lru`` (ExpertFlow, section 3.3.1), ``static``, ``belady``.
+            (MELINOE, definition C.1), ``two_level_lru`` (ExpertFlow, section 3.3.1), ``request``
+            (MoE-Infinity, section 5.3), ``map`` (FineMoE, section 4.5), ``static``, ``belady``.
         layers: Expert layers.
         experts: Experts of a layer.
         omega: ``lcp``: tokens after which an unused expert's priority has fallen by the factor ``rho``;
@@ -875,6 +876,10 @@ class EvictionPolicy:
         ranks: ``static``: float64 [layers, experts]; experts of higher rank are kept.
         future: ``belady``: int32 [tokens, layers, top_k], the experts that will be chosen; -1 for none. A
             layer's clock is its index into the tokens.
+        layer_factor: ``request``: counts of layer l weigh ``1 - l / layers``.
+        high_span: ``two_level_lru``: layer steps for which a used expert stays in the high list; 0: until the
+            layer's next access.
+        per_request: ``discount`` and ``lfu``: counts begin anew with each request.
 
     Raises:
         ValueError: A value is out of range, or ``ranks`` or ``future`` is missing or has another shape.
@@ -890,6 +895,9 @@ class EvictionPolicy:
         gamma: float = 0.9,
         ranks: _F64 | None = None,
         future: _I32 | None = None,
+        layer_factor: bool = True,
+        high_span: int = 0,
+        per_request: bool = False,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -913,6 +921,22 @@ class EvictionPolicy:
             IndexError: A layer or an expert does not exist.
             ValueError: A count below 1; wrong dtype or shape.
         """
+    def predict_ahead(self, layers: _I32, experts: _I32, scores: _F32 | None = None) -> None:
+        """Record what is expected of all later layers, most urgent first.
+
+        Args:
+            layers: int32 [n].
+            experts: int32 [n].
+            scores: float32 [n]: expected shares of the routers' distributions; ``None``: not known.
+
+        Raises:
+            IndexError: A layer or an expert does not exist.
+            ValueError: Wrong dtype or shape.
+        """
+    def reach(self, layer: int, steps: int) -> None:
+        """Predictions now reach ``steps`` layers ahead of ``layer``, which was accessed last."""
+    def begin_request(self) -> None:
+        """The accesses that follow belong to another request."""
     def predict(self, layer: int, experts: _I32) -> None:
         """Record a prediction for the next access of ``layer``: experts int32 [n], best first.
 
@@ -972,6 +996,10 @@ class SplitExpertCache:
         policy: Ownership passes to the cache.
         targets: int32 [layers, 2]: experts that a layer keeps, and blocks of each.
         reserve: Pages that the targets must leave for blocks in transit; at least 1.
+        admit: ``key``: the experts with the highest keys are protected; ``always``: the one that was just
+            used, in place of the lowest.
+        victims: ``farthest``: pages come from the layer whose turn is farthest away; ``lowest``: from the
+            expert with the lowest key of all layers.
 
     Raises:
         ValueError: A size is out of range, the targets take more than ``pages - reserve`` pages, or the
@@ -988,6 +1016,8 @@ class SplitExpertCache:
         policy: EvictionPolicy,
         targets: _I32,
         reserve: int,
+        admit: str = "key",
+        victims: str = "farthest",
     ) -> None: ...
     @property
     def layers(self) -> int: ...
@@ -1241,6 +1271,9 @@ class ExpertRunner:
             order; empty: it has all, in ascending order.
         layer_layouts: The layout of every layer, if their encodings differ: with the sizes of ``layout``.
         layer_gates: The gate of every layer, if they differ.
+        admit: As for :class:`SplitExpertCache`; ``victims`` too.
+        adaptive: Experts that an adaptive step fetches for a layer (ExpertFlow, section 3.2); 0: the step is
+            not adaptive.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1270,6 +1303,9 @@ class ExpertRunner:
         far_experts: Sequence[_I32] = (),
         layer_layouts: Sequence[BlockLayout] = (),
         layer_gates: Sequence[Gate] = (),
+        admit: str = "key",
+        victims: str = "farthest",
+        adaptive: float = 0.0,
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -1321,6 +1357,38 @@ class ExpertRunner:
         Raises:
             ValueError: Shapes or types do not match, a number is negative, or the layer does not exist.
         """
+    def prefetch_ahead(
+        self,
+        layers: _I32,
+        experts: _I32,
+        scores: _F32 | None = None,
+        max_bytes: int | None = None,
+        stays: bool = False,
+    ) -> int:
+        """Queue missing blocks of experts, in this order across layers, in place of what an earlier call has
+        queued and the link has not started. A few experts are queued at a time, the others as those arrive.
+
+        Args:
+            layers: int32 [n].
+            experts: int32 [n].
+            scores: As for :meth:`EvictionPolicy.predict_ahead`.
+            max_bytes: Most bytes; ``None``: no limit.
+            stays: The others are queued until the next call; else only until the next :meth:`begin`.
+
+        Returns:
+            Bytes queued now.
+
+        Raises:
+            ValueError: Wrong dtype or shape, or a layer or an expert does not exist.
+        """
+    def begin_request(self) -> None:
+        """The passes that follow belong to another request."""
+    def adaptive_layers(self) -> list[tuple[int, int]]:
+        """Where the step is adaptive: distance and number of the layers to predict and :meth:`prefetch` now,
+        after the router of the begun layer. Once for each layer.
+        """
+    def adaptive_step(self) -> tuple[int, float]:
+        """The step, and its estimate before rounding; 0 and 0 where it is not adaptive."""
     def expect(self, shares: _F64) -> None:
         """Rank experts that no layer has accessed yet: float64 [layers, experts], shares of earlier tokens.
 
@@ -1592,6 +1660,41 @@ def plan_speculation(
         ValueError: ``ahead`` is unknown, or there is no such layer.
     """
 
+class AdaptiveStep:
+    """How many layers ahead experts are fetched (ExpertFlow, section 3.2), for tests.
+
+    Source: ``native/src/offload/adaptive_step.h``.
+
+    Args:
+        layers: Expert layers.
+        experts: Experts of a layer.
+        expert_bytes: Bytes of an expert.
+        wanted: Experts that are fetched for a layer, at first.
+        stalls: Layers that waited for an expert that was predicted, until the step grows.
+        ready: Layers that did not, until it falls.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        expert_bytes: float,
+        wanted: float,
+        stalls: int = 4,
+        ready: int = 16,
+    ) -> None: ...
+    def want(self, experts: float) -> None:
+        """The best experts that make up 85 % of a predicted distribution are so many."""
+    def measure(self, layer_seconds: float, link_rate: float) -> None:
+        """A layer took so many seconds, and the link moves so many bytes in a second."""
+    def turn(self, late: bool) -> None:
+        """A layer has begun whose experts were predicted; ``late``: one of them was not there."""
+    @property
+    def step(self) -> int: ...
+    @property
+    def estimate(self) -> float:
+        """Before rounding and correction."""
+
 class Timeline:
     """Simulates decoding with :class:`ExpertRunner` on a virtual clock.
 
@@ -1609,7 +1712,8 @@ class Timeline:
         whole_experts: As for :class:`ExpertRunner`.
         miss: As for :meth:`ExpertRunner.begin`.
         ahead: ``none``, ``prompts`` (only the next layer of long passes), ``ranked`` (by the rankings of
-            :meth:`run`) or ``whole-layer``.
+            :meth:`run`), ``adaptive`` (the same of one layer, at a distance that follows link and layers),
+            ``queued`` (by the queues of :meth:`run`) or ``whole-layer``.
         lookahead: Most layers ahead.
         ahead_experts: Most experts prefetched for a layer.
         ahead_bytes: Most bytes prefetched for a layer; ``None``: no limit.
@@ -1634,6 +1738,7 @@ class Timeline:
         counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
         calls: Of a card: times of the launching thread and of small copies, by the names of
             :class:`moechat.configurator.gpu_pattern.GpuCalls`; those that are left out are 0.
+        admit: As for :class:`ExpertRunner`; ``victims`` and ``adaptive`` too.
 
     Raises:
         ValueError: A size or a time is out of range, or a name is unknown.
@@ -1674,7 +1779,12 @@ class Timeline:
         launch: str = "host",
         counts_hard: bool = False,
         calls: Mapping[str, float] = ...,
+        admit: str = "key",
+        victims: str = "farthest",
+        adaptive: float = 0.0,
     ) -> None: ...
+    def adaptive_step(self) -> tuple[int, float]:
+        """See :meth:`ExpertRunner.adaptive_step`."""
     def switch_to(
         self,
         *,
@@ -1721,6 +1831,9 @@ class Timeline:
         start: int = 0,
         stop: int | None = None,
         hurried: bool = False,
+        queues: _I32 | None = None,
+        queue_scores: _F32 | None = None,
+        requests: _I64 | None = None,
     ) -> dict[str, npt.NDArray[np.float64]]:
         """Simulate passes ``start`` to ``stop`` of a trace.
 
@@ -1732,6 +1845,10 @@ class Timeline:
             start: First pass.
             stop: End of the passes, exclusive; ``None``: all.
             hurried: All operations take no time.
+            queues: int32 [tokens, 1 + layers, queued]: experts that are fetched ahead before the first layer
+                of a token, and after each router, as layer * experts + expert; most urgent first, -1: none.
+            queue_scores: float32, the same shape; see :meth:`EvictionPolicy.predict_ahead`.
+            requests: int64 [n], ascending: first tokens of requests.
 
         Returns:
             float64 [stop - start] each: ``seconds``, ``stall`` (the part of them in which the near tier had

@@ -17,6 +17,7 @@ from moechat.predict.next_router import NextRouterPredictor, RankingRouter
 
 # Weight of the newest token in the mean.
 _NEWEST = 0.02
+_LEAST = np.float32(1e-9)
 
 
 class AdditivePredictor:
@@ -43,7 +44,10 @@ class AdditivePredictor:
         shares = np.exp(found - found.max())
         shares /= shares.sum()
         self._pending[target] = (ahead, shares)
-        corrected: npt.NDArray[np.float32] = shares + self._missed[ahead - 1, target]
+        # Logarithms: whoever asks takes scores for those of a softmax.
+        corrected: npt.NDArray[np.float32] = np.log(
+            np.maximum(shares + self._missed[ahead - 1, target], _LEAST)
+        )
         return corrected
 
     def observe(self, ordinal: int, chosen: npt.NDArray[np.int64]) -> None:

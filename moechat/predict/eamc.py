@@ -194,16 +194,14 @@ class EamcPredictor:
             self.add(matrices[:, :, at] * scale[at])
 
     def _make_room(self, room: int) -> None:
-        rows = np.zeros((self._layers, self._experts, room), dtype=np.float32)
-        prefix = np.ones((self._layers, room), dtype=np.float32)
-        scale = np.zeros(room, dtype=np.float32)
-        if self._count:
-            rows[:, :, : self._count] = self._rows[:, :, : self._count]
-            prefix[:, : self._count] = self._prefix[:, : self._count]
-            scale[: self._count] = self._scale[: self._count]
-        self._rows, self._prefix, self._scale = rows, prefix, scale
+        def grown(name: str, shape: tuple[int, ...]) -> Floats:
+            larger = np.zeros((*shape, room), dtype=np.float32)
+            if self._count:
+                larger[..., : self._count] = getattr(self, name)[..., : self._count]
+            return larger
+
+        self._rows: Floats = grown("_rows", (self._layers, self._experts))
+        self._prefix: Floats = grown("_prefix", (self._layers,))
+        self._scale: Floats = grown("_scale", ())
         # A pass that is under way ends without predictions from the new entries.
-        dot = np.zeros(room, dtype=np.float32)
-        if self._count:
-            dot[: self._count] = self._dot[: self._count]
-        self._dot = dot
+        self._dot: Floats = grown("_dot", ())

@@ -23,6 +23,7 @@ from moechat.validation import require_whole
 
 Embed = Callable[[int], Floats | None]
 _FIRST_ROOM = 64
+_LEAST = np.float32(1e-12)  # of a norm
 _MOST_ENTRIES = 100_000
 
 
@@ -125,7 +126,7 @@ class ExpertMapPredictor:
         token = self._token
         if token is None:
             return
-        row = spread(chosen, self._experts) if gates is None else gates.astype(np.float32, copy=False)
+        row: Floats = spread(chosen, self._experts) if gates is None else gates
         token.rows[ordinal] = row
         token.norm += float(row @ row)
         token.found.pop(ordinal, None)
@@ -153,9 +154,9 @@ class ExpertMapPredictor:
     def _along(self, ordinal: int) -> Floats:
         """Cosine of the layers so far with the same layers of each map, ``[entries]`` (equation 5)."""
         assert self._token is not None
-        norms = self._norms[: self._count, ordinal] * np.float32(np.sqrt(self._token.norm) or 1)
-        found: Floats = self._dot[: self._count] / np.maximum(norms, np.float32(1e-12))
-        return found
+        own = np.float32(np.sqrt(self._token.norm) or 1)
+        found = self._dot[: self._count] / np.maximum(self._norms[: self._count, ordinal] * own, _LEAST)
+        return found.astype(np.float32, copy=False)
 
     def _by_meaning(self, token: int) -> tuple[int, float]:
         """The map of the token with the most similar embedding (equation 4), -1 if there is none, and the
@@ -293,7 +294,7 @@ class ExpertMapPredictor:
 
     def _make_room(self, room: int) -> None:
         def grown(name: str, shape: tuple[int, ...], kind: type) -> npt.NDArray[Any]:
-            larger = np.zeros((room, *shape), dtype=kind)
+            larger: npt.NDArray[Any] = np.zeros((room, *shape), dtype=kind)
             if self._count:
                 larger[: self._count] = getattr(self, name)[: self._count]
             return larger

@@ -75,7 +75,7 @@ def keep_learned(path: Path, predictor: RequestPredictor) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        np.savez(file, format=np.int64(FORMAT), **predictor.arrays())
+        np.savez(file, format=np.int64(FORMAT), **predictor.arrays())  # type: ignore[arg-type]
     _remove_oldest(path)
 
 

@@ -26,7 +26,8 @@ class RequestQueues:
     Attributes:
         requests: int64 ``[n]``: first tokens of its requests.
         experts: int32 ``[tokens, 1 + layers, queued]``: experts queued before a token's first layer, and
-            after each router, as ``layer * experts + expert``, most urgent first, -1 for none; ``None``: no queues.
+            after each router, as ``layer * experts + expert``, most urgent first, -1 for none; ``None``: no
+            queues.
         scores: float32, the same shape: their expected shares.
     """
 
@@ -128,6 +129,7 @@ def _embeddings(trace: Trace) -> Embed:
         at = int(np.searchsorted(gates.embedding_ids, token))
         if at == len(gates.embedding_ids) or gates.embedding_ids[at] != token:
             return None
-        return gates.embeddings[at].astype(np.float32)
+        found: Floats = gates.embeddings[at].astype(np.float32)
+        return found
 
     return embed

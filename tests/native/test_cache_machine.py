@@ -36,9 +36,11 @@ def make_cache(
     targets: list[tuple[int, int]],
     reserve: int = 1,
     policy: str = "lru",
+    **rules: str,
 ) -> SplitExpertCache:
     made = EvictionPolicy(policy, layers, experts, omega=4.0)
-    return SplitExpertCache(layers, experts, blocks, pages, 4096, made, np.array(targets, np.int32), reserve)
+    given = np.array(targets, np.int32)
+    return SplitExpertCache(layers, experts, blocks, pages, 4096, made, given, reserve, **rules)
 
 
 @dataclass
@@ -65,6 +67,9 @@ class Model:
     pages: int
     targets: list[tuple[int, int]]
     comparable: bool = False  # keys of different layers are
+    always: bool = False  # what is used is admitted
+    lowest: bool = False  # victims have the lowest key of all layers
+    latest: dict[int, set[int]] = field(default_factory=dict)  # experts of each layer's latest access
     held: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
     pins: Counter[tuple[int, int]] = field(default_factory=Counter)
     kept: set[tuple[int, int]] = field(default_factory=set)
@@ -127,7 +132,10 @@ class Model:
             lowest = {layer: keys[layer][experts[0]] for layer, experts in order.items() if experts}
             layer = next(iter(lowest))  # whose turn is farthest away
             cheapest = min(lowest, key=lowest.__getitem__)
-            if self.comparable and lowest[cheapest] + 1 < lowest[layer]:
+            if self.lowest:
+                if lowest[cheapest] < lowest[layer]:
+                    layer = cheapest
+            elif self.comparable and lowest[cheapest] + 1 < lowest[layer]:
                 layer = cheapest
             expert = order[layer].pop(0)
             taken = min(need, self.surplus((layer, expert)))
@@ -172,17 +180,38 @@ class CacheMachine(RuleBasedStateMachine):
         blocks=st.integers(1, 3),
         pages=st.integers(2, 16),
         policy=st.sampled_from(POLICIES),
+        admit=st.sampled_from(["key", "always"]),
+        taken=st.sampled_from(["farthest", "lowest"]),
         data=st.data(),
     )
     def start(
-        self, layers: int, experts: int, blocks: int, pages: int, policy: str, data: st.DataObject
+        self,
+        layers: int,
+        experts: int,
+        blocks: int,
+        pages: int,
+        policy: str,
+        admit: str,
+        taken: str,
+        data: st.DataObject,
     ) -> None:
         self.reserve = data.draw(st.integers(1, pages))
         self.accessed: set[int] = set()
         self.model = Model(layers, experts, blocks, pages, [])
         self.model.targets = self.draw_targets(data)
         self.model.comparable = EvictionPolicy(policy, layers, experts).comparable
-        self.cache = make_cache(layers, experts, blocks, pages, self.model.targets, self.reserve, policy)
+        self.model.always, self.model.lowest = admit == "always", taken == "lowest"
+        self.cache = make_cache(
+            layers,
+            experts,
+            blocks,
+            pages,
+            self.model.targets,
+            self.reserve,
+            policy,
+            admit=admit,
+            victims=taken,
+        )
 
     def draw_targets(self, data: st.DataObject) -> list[tuple[int, int]]:
         model, targets = self.model, []
@@ -213,6 +242,7 @@ class CacheMachine(RuleBasedStateMachine):
         model, layer, experts = self.model, self.draw_layer(data), self.draw_experts(data)
         self.accessed.add(layer)
         kinds = self.cache.access(layer, ints(*experts), pass_tokens=tokens)
+        model.latest[layer] = set(experts)
         for kind, expert in zip(kinds, experts, strict=True):
             held = model.held[layer, expert]
             fresh = sum(block.fresh for block in held)
@@ -248,12 +278,15 @@ class CacheMachine(RuleBasedStateMachine):
         for block in model.held[who][: model.resident(who)]:
             block.fresh = False
         room, keys = model.targets[who[0]][0], self.cache.keys(who[0])
-        members = sorted((keys[expert], expert) for layer, expert in model.kept if layer == who[0])
+        latest = model.latest.get(who[0], set()) if model.always else set()
+        members = sorted(
+            (expert in latest, keys[expert], expert) for layer, expert in model.kept if layer == who[0]
+        )
         if room and who not in model.kept and model.held[who]:
             if len(members) == room:
-                if (keys[who[1]], who[1]) <= members[0]:
+                if (who[1] in latest, keys[who[1]], who[1]) <= members[0]:
                     return
-                model.kept.remove((who[0], members[0][1]))
+                model.kept.remove((who[0], members[0][2]))
             model.kept.add(who)
             model.counts["admitted"] += 1
 

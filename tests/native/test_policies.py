@@ -159,8 +159,122 @@ def test_two_level_lru_evicts_unpredicted_experts_first() -> None:
     assert order(policy) == [4, 0, 1, 3, 2]
 
 
+def test_two_level_lru_keeps_used_experts_high_for_the_last_layers_only() -> None:
+    policy = EvictionPolicy("two_level_lru", 4, 3, high_span=2)
+
+    def high() -> list[int]:
+        return [layer for layer in range(4) if policy.keys(layer)[1] > 1e9]
+
+    seen = []
+    for turn in range(8):
+        access(policy, turn % 4, 1)
+        seen.append(high())
+    # Layers 0 and 1 are out of reach of a prediction two layers ahead: they keep theirs for a whole pass.
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_two_level_lru_follows_the_reach_of_predictions() -> None:
+    policy = EvictionPolicy("two_level_lru", 4, 2)
+    for layer in range(4):
+        access(policy, layer, 1)
+    assert all(policy.keys(layer)[1] > 1e9 for layer in range(4))  # a whole pass
+    policy.reach(3, 1)
+    assert [layer for layer in range(4) if policy.keys(layer)[1] > 1e9] == [0, 3]
+    before = [policy.keys(layer)[1] for layer in range(4)]
+    access(policy, 0, 1)  # a layer whose experts had become low: the last use is kept
+    assert policy.keys(1)[1] == before[1] == 0.5 + 0.5
+
+
+def test_request_counts_of_the_worked_example() -> None:
+    policy = EvictionPolicy("request", 3, 4)
+    for _ in range(3):
+        access(policy, 0, 0)
+    for _ in range(4):
+        access(policy, 2, 2)
+    # 3 * 1 against 4 * 1/3: the expert of the last layer goes, though it was used more often.
+    assert policy.keys(2)[2] < policy.keys(0)[0]
+    assert policy.keys(0)[0] == pytest.approx(3)
+    assert policy.keys(2)[2] == pytest.approx(4 / 3)
+    plain = EvictionPolicy("request", 3, 4, layer_factor=False)
+    for _ in range(3):
+        access(plain, 0, 0)
+    for _ in range(4):
+        access(plain, 2, 2)
+    assert plain.keys(2)[2] > plain.keys(0)[0]
+
+
+def test_request_counts_decoded_tokens_of_the_running_request_only() -> None:
+    policy = EvictionPolicy("request", 1, 4)
+    policy.access(0, ints(3), ints(40), pass_tokens=50)  # a prompt counts as use, not as activations
+    access(policy, 0, 0)
+    access(policy, 0, 0)
+    access(policy, 0, 1)
+    assert order(policy) == [2, 3, 1, 0]
+    policy.begin_request()
+    assert order(policy) == [2, 3, 0, 1]  # by the last use alone
+    assert policy.keys(0).max() < 0.5
+    access(policy, 0, 2)
+    assert order(policy) == [3, 0, 1, 2]
+
+
+def test_request_raises_what_is_expected_until_the_layer_has_chosen() -> None:
+    policy = EvictionPolicy("request", 2, 4)
+    access(policy, 0, 0)
+    access(policy, 1, 1)
+    policy.predict_ahead(ints(1, 1, 0), ints(2, 3, 3))
+    assert order(policy, 1) == [0, 1, 2, 3]
+    assert policy.keys(1)[2] > 1e9 < policy.keys(1)[3]
+    policy.predict_ahead(ints(1), ints(3))  # expert 2 is no longer named, nor layer 0
+    assert policy.keys(1)[2] < 1 > policy.keys(0)[3]
+    access(policy, 1, 0)  # ruled out
+    assert policy.keys(1).max() < 2
+
+
+def test_map_multiplies_uses_and_the_share_that_was_found() -> None:
+    policy = EvictionPolicy("map", 1, 3)
+    for expert, uses in ((0, 9), (1, 3)):
+        for _ in range(uses):
+            access(policy, 0, expert)
+    assert order(policy) == [2, 1, 0]  # no map: by uses
+    policy.predict_ahead(ints(0, 0), ints(1, 2), np.array([0.5, 0.25], np.float32))
+    keys = policy.keys(0)
+    assert keys[0] == pytest.approx(1e-3 * 10, rel=1e-6)
+    assert keys[1] == pytest.approx((0.5 + 1e-3) * 4, rel=1e-6)
+    assert keys[2] == pytest.approx((0.25 + 1e-3) * 1, rel=1e-6)
+    access(policy, 0, 2)
+    assert policy.keys(0)[2] == pytest.approx(
+        (0.25 + 1e-3) * 2, rel=1e-6
+    )  # the share stays until the next map
+    policy.predict_ahead(ints(0), ints(0), np.array([1.0], np.float32))
+    assert order(policy) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["discount", "lfu"])
+def test_counts_may_begin_anew_with_each_request(name: str) -> None:
+    policy = EvictionPolicy(name, 1, 3, gamma=1.0, per_request=True)
+    lasting = EvictionPolicy(name, 1, 3, gamma=1.0)
+    for each in (policy, lasting):
+        for expert in (0, 0, 0, 1):
+            access(each, 0, expert)
+        each.begin_request()
+        access(each, 0, 1)
+    assert order(policy) == [0, 2, 1]
+    assert order(lasting)[-1] == 0
+
+
+def test_what_a_request_is_expected_to_use_counts_as_used_once() -> None:
+    policy = EvictionPolicy("discount", 1, 4, gamma=1.0, per_request=True)
+    access(policy, 0, 0)
+    policy.begin_request()
+    policy.predict_ahead(ints(0, 0), ints(2, 3))
+    access(policy, 0, 1)
+    access(policy, 0, 1)
+    assert policy.keys(0)[2] == policy.keys(0)[3] == 0  # log 1
+    assert order(policy) == [0, 2, 3, 1]
+
+
 def test_predictions_leave_other_policies_alone() -> None:
-    for name in set(NAMES) - {"two_level_lru"}:
+    for name in set(NAMES) - {"two_level_lru", "request"}:
         policy = make(name, [[0], [1]], 3)
         access(policy, 0, 0)
         before = policy.keys(0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ COUNTED = (
 )
 
 
+POLICIES = ["lcp", "lru", "lfu", "blend", "two_level_lru", "request", "map", "belady"]
 # Decided by time where the CPU may compute what is on its way.
 SHARED = ("blocks_far", "bytes_computed")
 
@@ -54,6 +55,10 @@ class Case:
     rankings: Any = None
     miss: str = "fetch"
     launch: str = "host"
+    rules: dict[str, Any] = field(default_factory=dict)
+    queues: Any = None  # int32 [tokens, 1 + layers, queued]
+    scores: Any = None
+    requests: Any = None
 
     def __post_init__(self) -> None:
         self.tokens, self.layers, self.k = self.experts.shape
@@ -88,12 +93,13 @@ class Case:
             far_block=0.0,
             far_block_shared=0.0,
             link_shared=[],
-            **{"in_flight_bytes": 2 << 20, **free, **times},
+            **{"in_flight_bytes": 2 << 20, **free, **times, **self.rules},
         )
 
     def simulate(self, **times: Any) -> dict[str, float]:
         timeline = self.timeline(**times)
-        timeline.run(self.experts, self.starts, self.rankings)
+        ahead = {"queues": self.queues, "queue_scores": self.scores, "requests": self.requests}
+        timeline.run(self.experts, self.starts, self.rankings, **ahead)
         timeline.drain()
         assert timeline.check() == ""
         return {**timeline.stats(), "residency": timeline.residency().tolist()}
@@ -115,11 +121,13 @@ class Case:
                 reserve=self.reserve,
                 policy=self._policy(),
                 whole_experts=self.whole,
+                **self.rules,
                 far_records=[] if self.miss == "fetch" else [layer.reshape(-1) for layer in records],
                 **options,
             )
             try:
                 for first, end in zip(self.starts[:-1], self.starts[1:], strict=True):
+                    self._begin_pass(runner, int(first), int(end))
                     for layer in range(self.layers):
                         self._run_layer(runner, layer, int(first), int(end), stream)
                         if settled:
@@ -164,7 +172,24 @@ class Case:
         handle = 0 if stream is None else stream.handle
         runner.finish_on_device(handle, tokens, 1 << 20, lists, 0, lambda *_: 0, x=x, out=np.empty_like(x))
 
+    def _begin_pass(self, runner: _native.ExpertRunner, first: int, end: int) -> None:
+        if self.requests is not None and first in self.requests:
+            runner.begin_request()
+        if self.ahead == "queued" and end - first == 1:
+            self._prefetch_queue(runner, first, 0)
+
+    def _prefetch_queue(self, runner: _native.ExpertRunner, token: int, slot: int) -> None:
+        queue = self.queues[token, slot]
+        wanted = queue[: int((queue >= 0).sum())]
+        if len(wanted) or slot:
+            layers, experts = (part.astype(np.int32) for part in np.divmod(wanted, self.count))
+            runner.prefetch_ahead(layers, experts, self.scores[token, slot, : len(wanted)])
+
     def _prefetch(self, runner: _native.ExpertRunner, layer: int, token: int, tokens: int) -> None:
+        if self.ahead == "queued":
+            if tokens == 1:
+                self._prefetch_queue(runner, token, layer + 1)
+            return
         if self.ahead in ("none", "prompts") or self.layers == 1:
             return
         if self.ahead == "whole-layer":
@@ -210,14 +235,41 @@ def random_case(draw: st.DrawFn) -> Case:
         pages=kept + transit,
         targets=np.tile(np.array(target, np.int32), (layers, 1)),
         reserve=transit,
-        policy=draw(st.sampled_from(["lcp", "lru", "lfu", "blend", "two_level_lru", "belady"])),
+        policy=draw(st.sampled_from(POLICIES)),
         whole=draw(st.booleans()),
         ahead=draw(st.sampled_from(["none", "prompts", "ranked", "whole-layer"])),
         lookahead=lookahead,
         width=width,
         starts=starts,
         rankings=rankings,
+        rules={
+            "admit": draw(st.sampled_from(["key", "always"])),
+            "victims": draw(st.sampled_from(["farthest", "lowest"])),
+        },
+        requests=np.sort(rng.choice(starts[:-1], size=draw(st.integers(0, 5)), replace=False)),
     )
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_queues_over_layers_equal_the_engines(data: st.DataObject) -> None:
+    case = random_case(data.draw)
+    case.ahead = "queued"
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    # As many as are given to the link at a time: how fast they arrive decides about the others.
+    queued = data.draw(st.integers(1, 4))
+    shape = (case.tokens, case.layers + 1, queued)
+    every = case.layers * case.count
+    case.queues = np.full(shape, -1, np.int32)
+    for token in range(case.tokens):
+        for slot in range(case.layers + 1):
+            count = int(rng.integers(0, min(queued, every) + 1))
+            case.queues[token, slot, :count] = rng.choice(every, count, replace=False)
+    case.scores = rng.random(shape, dtype=np.float32)
+    expected = case.run(settled=True)
+    found = case.simulate()
+    assert {key: found[key] for key in COUNTED} == {key: expected[key] for key in COUNTED}
+    assert found["residency"] == expected["residency"]
 
 
 @pytest.mark.parametrize("launch", ["host", "card"])

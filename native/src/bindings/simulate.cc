@@ -247,7 +247,35 @@ py::object residency_py(TimelineObject& self) {
 
 }  // namespace
 
+void bind_adaptive_step(py::module_& m) {
+  using Self = AdaptiveStep;
+  py::class_<Self>(m, "AdaptiveStep")
+      .def(py::init([](std::int32_t layers, std::int32_t experts, double expert_bytes, double wanted,
+                       std::int32_t stalls, std::int32_t ready) {
+             if (layers < 1 || experts < 1 || stalls < 1 || ready < 1 || !(expert_bytes > 0) ||
+                 !(wanted > 0)) {
+               refuse("sizes of an adaptive step must be positive");
+             }
+             return std::make_unique<Self>(layers, experts, expert_bytes, wanted, stalls, ready);
+           }),
+           py::arg("layers"), py::arg("experts"), py::arg("expert_bytes"), py::arg("wanted"),
+           py::arg("stalls") = Self::kStalls, py::arg("ready") = Self::kReady)
+      .def("want", &Self::want, py::arg("experts"))
+      .def("measure", &Self::measure, py::arg("layer_seconds"), py::arg("link_rate"))
+      .def(
+          "turn",
+          [](Self& self, bool late) {
+            const std::int32_t expert = 0;
+            self.predicted(0, &expert, 1);
+            self.needed(0, &expert, 1, [late](std::int32_t) { return !late; });
+          },
+          py::arg("late"))
+      .def_property_readonly("step", &Self::step)
+      .def_property_readonly("estimate", &Self::estimate);
+}
+
 void bind_simulate(py::module_& m) {
+  bind_adaptive_step(m);
   using Self = TimelineObject;
   py::class_<Self>(m, "Timeline")
       .def(py::init(&make_timeline), py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("blocks"),
@@ -290,6 +318,8 @@ void bind_simulate(py::module_& m) {
            py::arg("queue_scores") = py::none(), py::arg("requests") = py::none())
       .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })
       .def("stats", &stats_py)
+      .def("adaptive_step",
+           [](Self& self) { return self.call([](Timeline& timeline) { return timeline.adaptive_step(); }); })
       .def("reset_stats", [](Self& self) { self.call([](Timeline& timeline) { timeline.reset_stats(); }); })
       .def("residency", &residency_py)
       .def("check",

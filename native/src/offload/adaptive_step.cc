@@ -6,7 +6,7 @@
 namespace moechat {
 namespace {
 
-// Weight of the newest layer in the mean of their times, and the most that one counts: a user may have
+// Weight of the newest in the moving means, and the most that the time of a layer counts: a user may have
 // thought in between.
 constexpr double kNewest = 0.05;
 constexpr double kMostTimes = 4;
@@ -22,10 +22,13 @@ AdaptiveStep::AdaptiveStep(std::int32_t layers, std::int32_t experts, double exp
                            std::int32_t stalls, std::int32_t ready)
     : experts_(experts),
       most_(std::max(1, std::min(kMost, layers - 1))),
-      bytes_(wanted * expert_bytes),
+      wanted_(wanted),
+      bytes_(expert_bytes),
       stall_limit_(stalls),
       ready_limit_(ready),
       predicted_(size_of(std::int64_t{layers} * experts)) {}
+
+void AdaptiveStep::want(double experts) { wanted_ += kNewest * (experts - wanted_); }
 
 void AdaptiveStep::measure(double layer_seconds, double link_rate) {
   if (layer_seconds > 0) {
@@ -34,7 +37,7 @@ void AdaptiveStep::measure(double layer_seconds, double link_rate) {
                    : seconds_ + kNewest * (std::min(layer_seconds, kMostTimes * seconds_) - seconds_);
   }
   if (!(link_rate > 0) || seconds_ == 0) return;
-  estimate_ = bytes_ / (link_rate * seconds_);
+  estimate_ = wanted_ * bytes_ / (link_rate * seconds_);
   if (estimate_ > rounded_ + kClear || estimate_ < rounded_ - 1 - kClear) {
     rounded_ = static_cast<std::int32_t>(std::clamp(std::ceil(estimate_), 1.0, double{kMost}));
   }

@@ -20,11 +20,14 @@ class AdaptiveStep {
   static constexpr std::int32_t kMost = 8;
   static constexpr std::int32_t kStalls = 4;  // layers that waited, until S grows
   static constexpr std::int32_t kReady = 16;  // layers that did not, until S falls
+  static constexpr double kShare = 0.85;      // of the distribution that a prediction covers
 
   // expert_bytes: of a whole expert. wanted: N.
   AdaptiveStep(std::int32_t layers, std::int32_t experts, double expert_bytes, double wanted,
                std::int32_t stalls = kStalls, std::int32_t ready = kReady);
 
+  // A prediction whose experts make up kShare of the router's distribution has so many (N, section 3.2.1).
+  void want(double experts);
   // What a layer of a decoded token took, and what the link moves in a second; not positive: not known.
   void measure(double layer_seconds, double link_rate);
   // These experts will be fetched for the next turn of the layer.
@@ -54,7 +57,8 @@ class AdaptiveStep {
 
   std::int32_t experts_;
   std::int32_t most_;
-  double bytes_;  // N * E
+  double wanted_;  // N, a moving mean
+  double bytes_;   // E
   std::int32_t stall_limit_;
   std::int32_t ready_limit_;
   double seconds_ = 0;  // T, a moving mean

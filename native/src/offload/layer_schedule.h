@@ -152,6 +152,7 @@ class LayerSchedule {
   // pass of one token. Those `prefetch` calls that follow are for them.
   std::vector<Prediction> adaptive_layers();
   // Null: it is not adaptive.
+  AdaptiveStep* step() { return step_.get(); }
   const AdaptiveStep* step() const { return step_.get(); }
   // As EvictionPolicy::expect, for all layers: shares [layers * experts]. Throws std::invalid_argument.
   void expect(const std::vector<double>& shares);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -42,6 +43,27 @@ void rank_best(const float* scores, std::int32_t experts, std::int32_t count,
   for (std::int32_t place = 0; place < count; ++place) {
     (*ranked)[at(place)] = static_cast<std::int32_t>((*sortable)[at(place)] & 0xffffffffu);
   }
+}
+
+// How many of the best experts make up a share of the distribution that the scores are the logarithms of, up
+// to a constant.
+std::int32_t experts_of_share(const float* scores, std::int32_t experts, double share,
+                              std::vector<double>* weights) {
+  weights->assign(scores, scores + experts);
+  double highest = -std::numeric_limits<double>::infinity();
+  for (const double score : *weights) highest = score > highest ? score : highest;
+  double sum = 0;
+  for (double& weight : *weights) {
+    weight = std::isnan(weight) ? 0 : std::exp(weight - highest);
+    sum += weight;
+  }
+  std::sort(weights->begin(), weights->end(), std::greater<double>());
+  double covered = 0;
+  for (std::int32_t count = 1; count <= experts; ++count) {
+    covered += (*weights)[at(count - 1)];
+    if (!(covered < share * sum)) return count;
+  }
+  return experts;
 }
 
 RunnerOptions checked(RunnerOptions options, const Link* link) {
@@ -160,6 +182,10 @@ std::int64_t ExpertRunner::prefetch_layer(std::int32_t layer, const float* score
     const std::int32_t counted = priority == Priority::kNext ? routing_.depth() : 0;
     rank_best(scores, options_.experts, std::max(best, counted), &sortable_, &ranked_);
     if (counted > 0) routing_.predict(layer, ranked_.data(), counted);
+    if (schedule_.step() != nullptr) {
+      schedule_.step()->want(
+          experts_of_share(scores, options_.experts, AdaptiveStep::kShare, &distribution_));
+    }
     schedule_.predict(layer, ranked_.data(), best);
   }
   return schedule_.prefetch(layer, ranked_.data(), best, max_blocks, priority);

@@ -222,6 +222,7 @@ class ExpertRunner {
   double begin_seconds_ = 0;             // bookkeeping: begin and prefetch
   std::vector<std::uint64_t> sortable_;  // scratch
   std::vector<std::int32_t> ranked_;
+  std::vector<double> distribution_;
   std::vector<std::int64_t> picks_;
   std::vector<float> weights_;
 };

@@ -115,6 +115,11 @@ class Timeline {
   ScheduleStats stats() const;
   void reset_stats();
   std::vector<std::int16_t> residency() const { return schedule_.residency(); }
+  // As ExpertRunner.
+  std::pair<std::int32_t, double> adaptive_step() const {
+    const AdaptiveStep* const step = schedule_.step();
+    return step == nullptr ? std::pair{0, 0.0} : std::pair{step->step(), step->estimate()};
+  }
   std::string check() const { return schedule_.check(); }
   const TimelineOptions& options() const { return options_; }
 
