@@ -177,6 +177,7 @@ class Case:
             runner.begin_request()
         if self.ahead == "queued" and end - first == 1:
             self._prefetch_queue(runner, first, 0)
+            runner.drain()
 
     def _prefetch_queue(self, runner: _native.ExpertRunner, token: int, slot: int) -> None:
         queue = self.queues[token, slot]

@@ -36,6 +36,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -150,6 +151,10 @@ class SplitExpertCache {
   // Key of the expert that would lose the next page to a demand of the layer at work; infinite: none would.
   double cheapest(std::int32_t at) const;
   std::int64_t in_flight() const { return in_flight_; }  // committed or staging, and not reported back
+  // Of these, the ones that a prefetch is bringing, and that no access has used yet.
+  std::int64_t guesses_in_flight() const {
+    return std::accumulate(layer_pending_.begin(), layer_pending_.end(), std::int64_t{0});
+  }
   std::int64_t staging() const { return staging_; }
   std::int64_t orphans() const { return orphans_; }
   std::uint64_t version() const { return version_; }  // rises with every change

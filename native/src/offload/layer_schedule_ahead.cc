@@ -138,7 +138,8 @@ std::int64_t LayerSchedule::continue_ahead() {
       ++ahead_.next;
       continue;
     }
-    const std::int64_t room = room_of_guesses(std::min(ahead_.blocks, most_flying - cache_.in_flight()));
+    const std::int64_t room =
+        room_of_guesses(std::min(ahead_.blocks, most_flying - cache_.guesses_in_flight()));
     if (room < 1 || (options_.whole_experts && room < lacks)) break;
     const Want want{each.layer, layer_, &each.expert, 1, true, room, options_.whole_experts};
     cache_.plan(want, &plan_);
