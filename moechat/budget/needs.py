@@ -78,7 +78,12 @@ Memory = HostMemory | GpuMemory
 
 
 def memory_needs(
-    outline: ModelOutline, geometry: ExpertGeometry, memory: Memory, conversations: int = 1
+    outline: ModelOutline,
+    geometry: ExpertGeometry,
+    memory: Memory,
+    conversations: int = 1,
+    *,
+    learned: int = 0,
 ) -> Needs:
     """The bytes that a model takes, part by part, of the memory that its dense part and its pages lie in.
 
@@ -87,6 +92,7 @@ def memory_needs(
         geometry: Shape and encoding of its experts.
         memory: The memory.
         conversations: Attention caches that are kept.
+        learned: Bytes of the process for what a predictor learns.
     """
     on_gpu = isinstance(memory, GpuMemory)
     # Routers in float32, for prediction: on the CPU they are the model's own where that computes in float32.
@@ -119,7 +125,7 @@ def memory_needs(
         loading=0 if on_gpu else outline.loading,
         kv=lambda tokens: conversations * outline.cache.nbytes(tokens),
         workspace=workspace,
-        scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_gpu else outline.scratch,
+        scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_gpu else outline.scratch + learned,
         page_bytes=geometry.record_bytes,
         blocks=len(outline.expert_layers) * geometry.num_experts * geometry.blocks_per_expert,
         # Targets leave a reserve of pages, so a GPU that holds all experts needs one more.

@@ -173,6 +173,20 @@ class CacheSettings:
         """Whether a predictor that learns from requests orders the experts of all later layers."""
         return self.prefetch in ("eamc", "expert-map")
 
+    def learned_bytes(self, layers: int, experts: int, hidden: int) -> int:
+        """Most bytes that a predictor that learns from requests takes, in the memory of the process.
+
+        Args:
+            layers: Expert layers.
+            experts: Experts of a layer.
+            hidden: Elements of an embedding.
+        """
+        if not self.queues:
+            return 0
+        entry = layers * (experts + 1) + (hidden if self.prefetch == "expert-map" else 0)
+        # Once while it grows beside a half of itself, or is written in half as many bytes.
+        return self.entries * entry * 4 * 3 // 2
+
     def adaptive_experts(self, top_k: int) -> float:
         """Experts that an adaptive step fetches for a layer; 0: the step is not adaptive."""
         return float(self.ranked_experts(top_k)) if self.prefetch == "adaptive" else 0.0

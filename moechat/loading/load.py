@@ -94,7 +94,10 @@ def _load(
     )
 
     memory = placement.memory(options)
-    needs = memory_needs(outline, store.geometry, memory, options.conversations)
+    learned = settings.learned_bytes(
+        len(store.layers), store.geometry.num_experts, store.geometry.hidden_size
+    )
+    needs = memory_needs(outline, store.geometry, memory, options.conversations, learned=learned)
     budget, given = placement.budget(options, needs.base)
     plan = plan_memory(needs, budget, given=given, ctx=ctx, pages=offload.pages, labels=placement.labels)
     placement.reserve(plan)

@@ -23,6 +23,7 @@ from moechat.configurator.exposure import EngineModel
 from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
+from moechat.configurator.transit_reserve import uniform_targets
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.options import LoadOptions
@@ -124,7 +125,12 @@ class Cases:
         self.ctx = None if options.ctx is None else context_length(self.outline.stated_context, options.ctx)
         self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
-        self.needs: Needs = memory_needs(self.outline, self.geometry, memory, options.conversations)
+        learned = self.settings.learned_bytes(
+            len(self.outline.expert_layers), self.geometry.num_experts, self.geometry.hidden_size
+        )
+        self.needs: Needs = memory_needs(
+            self.outline, self.geometry, memory, options.conversations, learned=learned
+        )
         self._graphs = uses_graphs(self.outline, memory)
         self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, self.settings)
         self.times = self._measured_times(found, options)
@@ -300,8 +306,15 @@ class Cases:
         )
         if made.allocation is not None:
             return made.allocation, made
-        # Every layer keeps the same, for which the engine computes no expected times.
-        return self._evaluated(made.method, made.targets, costs, made.settings_for(settings)), made
+        # Every layer keeps the same, for which the engine computes no expected times. One pool for all layers
+        # is taken to be divided so.
+        kept = made.targets
+        if settings.allocation == "shared":
+            evenly = replace(settings, allocation="uniform")
+            kept, _ = uniform_targets(
+                self.geometry, self.shape.layers, pages, self.outline.top_k, evenly, far_computes=False
+            )
+        return self._evaluated(made.method, kept, costs, made.settings_for(settings)), made
 
     def _knowledge(self, costs: Costs) -> Knowledge:
         profile = self.machine.figures

@@ -28,7 +28,7 @@ from moechat.simulate.predictions import (
     perfect_rankings,
 )
 from moechat.simulate.simulated_model import SimulatedModel, shape_of_trace
-from moechat.simulate.systems import LATER, settings_for
+from moechat.simulate.systems import settings_for
 
 LAYERS, EXPERTS, K = 6, 16, 2
 SURE = 1e-9
@@ -192,12 +192,6 @@ def test_a_short_trace_is_used_as_far_as_it_goes() -> None:
     assert (case["warmup"], case["tokens"]) == (10, 20)
     with pytest.raises(UsageError, match="30 of which come before timing"):
         compare(local_trace(30), systems=("on-demand",), warmup=30)
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_systems_that_cannot_be_simulated_yet_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"the system {name} cannot be simulated yet"):
-        SimulateOptions((name,))
 
 
 @pytest.mark.parametrize(
