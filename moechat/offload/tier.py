@@ -36,6 +36,7 @@ from moechat.offload.requests import Requests
 from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
 from moechat.predict.additive import AdditivePredictor
+from moechat.predict.token_lookup import TokenLookup
 from moechat.routing import Replay
 from moechat.routing.statistics import RoutingStatistics
 from moechat.simulate.strategy import loads_as
@@ -159,6 +160,8 @@ class ExpertTier:
             for, which may leave a choice.
         plan: Targets in effect and their origin.
         runner: The native runner; another one after :meth:`shrink`.
+        lookup: What the first layer chose for the tokens so far.
+        requests: Predictors that learn from requests.
 
     Raises:
         UsageError: The settings cannot work, such as ``belady`` without a replay or an impossible number of
@@ -185,6 +188,7 @@ class ExpertTier:
         self.layers = len(store.layers)
         self.top_k = top_k
         self.replay = config.replay
+        self.lookup = TokenLookup()
         self.requests = config.requests or Requests(self.layers, self.geometry.num_experts)
         self.counters = ExpertCounters() if counters is None else counters
         self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
@@ -360,8 +364,9 @@ class ExpertTier:
         Raises:
             ValueError: The settings need another native runner, or the plan is for other pages.
         """
-        if (settings.policy, settings.whole_experts) != (self.settings.policy, self.settings.whole_experts):
-            raise ValueError("another policy, or whole experts instead of blocks, need another tier")
+        for name in ("policy", "whole_experts", "admit", "victims", "per_request", "layer_factor"):
+            if getattr(settings, name) != getattr(self.settings, name):
+                raise ValueError(f"{name} {getattr(settings, name)!r} needs another tier")
         self.apply(plan)
         self.planned_settings = settings
         self._run_by(settings)
@@ -379,6 +384,8 @@ class ExpertTier:
         if settings.prefetch == "perfect" and self.replay is not None:
             self.predictor = PerfectPredictor(self.replay, self.geometry.num_experts)
         self.prefetch_experts = min(settings.ranked_experts(self.top_k), self.geometry.num_experts)
+        self._tokens: list[int] = []
+        self._first_predicted: npt.NDArray[np.int32] | None = None
 
     def speculation(self, ordinal: int, tokens: int) -> tuple[int | None, list[tuple[int, int]]]:
         """The layer to prefetch whole, or ``None``; and distance and ordinal of the layers to predict.
@@ -409,6 +416,8 @@ class ExpertTier:
         self.runner.prefetch(
             layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, later=ahead > 1
         )
+        if layer == 0 and ahead == 1:
+            self._first_predicted = np.argsort(-scores)[: self.top_k].astype(np.int32)
 
     def prefetch(
         self,
@@ -427,6 +436,8 @@ class ExpertTier:
         """
         if self.settings.prefetch == "none":
             return
+        if ordinal == 0:
+            self._learn_tokens(index)
         whole, ranked = self.speculation(ordinal, len(x))
         if whole is not None:
             self.runner.prefetch(whole, None, self.geometry.num_experts, self.settings.prefetch_bytes)
@@ -455,6 +466,29 @@ class ExpertTier:
     def begin_pass(self, key: object, token: int) -> None:
         """A token of a request is decoded alone."""
         self.requests.begin_pass(self.runner, key, token)
+
+    def begin_tokens(self, tokens: list[int]) -> None:
+        """A pass of these tokens begins, alone or as a part of a prompt."""
+        self._tokens = tokens
+        if len(tokens) != 1 or not self.settings.predicts or not self.lookup.better:
+            return
+        found = self.lookup.find(tokens[0])
+        if found is not None:
+            scores = np.zeros(self.geometry.num_experts, dtype=np.float32)
+            scores[found] = 1
+            self.runner.prefetch(
+                0, scores, min(len(found), self.prefetch_experts), self.settings.prefetch_bytes
+            )
+
+    def _learn_tokens(self, index: npt.NDArray[np.int64]) -> None:
+        """Learn what the first layer chose for the tokens of the pass."""
+        tokens, self._tokens = self._tokens, []
+        if len(tokens) != len(index) or not self.settings.predicts:
+            return
+        if len(tokens) == 1:
+            self.lookup.compare(tokens[0], index[0], self._first_predicted)
+        self._first_predicted = None
+        self.lookup.learn(tokens, index)
 
     def end_request(self, key: object) -> None:
         """A request has ended; harmless when repeated."""

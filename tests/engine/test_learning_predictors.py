@@ -15,6 +15,7 @@ import moechat
 from moechat import Engine
 from moechat.config import user_paths
 from moechat.offload.settings import OffloadOptions
+from moechat.predict.token_lookup import TokenLookup
 
 SYSTEMS = ("moe-infinity", "finemoe")
 PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
@@ -179,3 +180,20 @@ def test_the_adaptive_step_is_measured_and_follows() -> None:
         assert 1 <= step <= near.layers - 1
         assert estimate > 0
         assert near.stats()["fetched_prefetch"] > 0
+
+
+def test_the_first_layer_is_fetched_by_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, answers = [], []
+    for looked_up in (True, False):
+        if not looked_up:
+            monkeypatch.setattr(TokenLookup, "better", property(lambda _: False))
+        with loaded("auto:prefetch=next-router") as engine:
+            for at in range(4):
+                answer(engine, PROMPT[at:], count=40)
+            near = engine.loaded.near
+            assert near.lookup.lookup_share > near.lookup.router_share > 0
+            near.reset_stats()
+            answers.append([answer(engine, PROMPT[at:], count=40) for at in range(4)])
+            found.append(near.stats()["hits_prefetch"])
+    assert answers[0] == answers[1]
+    assert found[0] > found[1]
