@@ -86,7 +86,7 @@ def plan_tier(
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings, far_computes=far_computes)
     reserve = usual if reserve is None else reserve
     kept = 0 if settings.allocation == "shared" else int((pages - reserve) * settings.keep)
-    evenly = TierTargets(targets, reserve, "uniform")
+    evenly = TierTargets(targets, reserve, "shared" if settings.allocation == "shared" else "uniform")
     if pages_of(targets) > kept:  # the given reserve is larger than the usual one
         evenly = replace(evenly, targets=_shrunk(targets, kept))
     if not settings.allocates or knowledge is None or knowledge.statistics is None or kept < layers:

@@ -111,7 +111,6 @@ def test_the_table_names_the_simulated_case_and_its_assumptions(cli: Cli, tiny: 
     ("arguments", "status", "message"),
     [
         (("--systems", "nonsense"), 2, "system 'nonsense' is not known"),
-        (("--systems", "auto,melinoe"), 2, "the system melinoe cannot be simulated yet"),
         (("--systems", "auto:split=2"), 2, "split is 2"),
         (("--fractions", "1.5"), 2, "a fraction is 1.5"),
         (("--fractions", "half"), 2, "'half' is not a fraction"),

@@ -97,6 +97,22 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
         assert answer == results[0][1]
 
 
+@pytest.mark.parametrize("system", ["moe-infinity", "finemoe", "expertflow"])
+def test_predictors_that_learn_from_requests_work_on_a_gpu(
+    model: Path, gpu, expected: torch.Tensor, system: str
+) -> None:
+    gpu.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
+    with load(model, gpu, pages=9, system=system, deterministic=True) as engine:
+        for _ in range(2):
+            list(engine.generate(PROMPT, max_new_tokens=3, temperature=0.0))
+        near = engine.loaded.near
+        predictor = near.requests.predictor
+        assert predictor is None or predictor.entries > 0
+        assert near.stats()["fetched_prefetch"] > 0
+        assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+        assert near.runner.check() == ""
+
+
 @pytest.mark.parametrize(
     "system", ["auto:miss=both", "auto:miss=seldom,prefetch=prompts", "fiddler", "static"]
 )
