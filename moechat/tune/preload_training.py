@@ -86,8 +86,8 @@ def record_prompts(
 def train_preload(prompts: Sequence[PromptRouting], embed: Embed, settings: TuneSettings) -> PreloadPredictor:
     """Train the predictor on the CPU.
 
-    Inputs are standardised, which is then folded into the first weights; the last bias starts at the
-    logarithm of the mean target, so that training begins with the experts that are popular everywhere.
+    Inputs are standardised, which is then folded into the first weights. Training begins with the experts that
+    are popular everywhere: the last weights start at 0, their bias at the logarithm of the mean target.
 
     Args:
         prompts: At least one.
@@ -105,6 +105,7 @@ def train_preload(prompts: Sequence[PromptRouting], embed: Embed, settings: Tune
         first = nn.Linear(inputs.shape[1], settings.preload_hidden)
         second = nn.Linear(settings.preload_hidden, layers * experts)
     with torch.no_grad():
+        second.weight.zero_()
         second.bias.copy_(targets.mean(0).clamp(min=1e-8).log().flatten())
     optimizer = torch.optim.SGD(
         [*first.parameters(), *second.parameters()], lr=settings.preload_rate, momentum=0.9
@@ -115,10 +116,8 @@ def train_preload(prompts: Sequence[PromptRouting], embed: Embed, settings: Tune
         for at in range(0, len(prompts), settings.preload_batch):
             rows = order[at : at + settings.preload_batch]
             scores = second(first(standard[rows]).relu()).reshape(-1, layers, experts)
-            # Rows: one distribution for each prompt and layer.
-            loss = nn.functional.kl_div(
-                scores.log_softmax(-1).flatten(0, 1), targets[rows].flatten(0, 1), reduction="batchmean"
-            )
+            # One distribution for each layer: the sum over layers, the mean over prompts.
+            loss = nn.functional.kl_div(scores.log_softmax(-1), targets[rows], reduction="batchmean")
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

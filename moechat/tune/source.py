@@ -127,6 +127,7 @@ def build_model(source: TuneSource, dtype: torch.dtype) -> tuple[Any, tuple[Expe
 
 def _with_weights(source: TuneSource, skeleton: Skeleton, dtype: torch.dtype) -> Any:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -135,6 +136,7 @@ def _with_weights(source: TuneSource, skeleton: Skeleton, dtype: torch.dtype) ->
         "trust_remote_code": False,
     }
     if source.store is None:
+        disable_progress_bar()  # the command shows its own
         return AutoModelForCausalLM.from_pretrained(str(source.directory), local_files_only=True, **options)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         load_config(source.directory), **options

@@ -75,8 +75,10 @@ def write_checkpoint(
             predictor.save(temporary / PRELOAD_FILE)
         (temporary / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         _extend_card(temporary / _CARD, facts)
+        mode = (temporary / FACTS_FILE).stat().st_mode
         for path in temporary.rglob("*"):
             if path.is_file():
+                path.chmod(mode)  # safetensors gives weights to their owner alone
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
         os.rename(temporary, out)
@@ -96,6 +98,6 @@ def _extend_card(path: Path, facts: Mapping[str, Any]) -> None:
     card += (
         "## Tuned\n\n"
         f"These weights are those of {facts['model']}, fine-tuned by `moechat tune` so that each sequence "
-        f"uses few experts. They answer differently from the original. Settings and figures: `{FACTS_FILE}`.\n"
+        f"uses few experts. They answer differently from it. Settings and figures: `{FACTS_FILE}`.\n"
     )
     path.write_text(card, encoding="utf-8")

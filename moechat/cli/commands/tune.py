@@ -68,8 +68,8 @@ def render(result: TuneResult) -> str:
         ]
     if result.covered is not None:
         lines.append(
-            f"of the answers' choices, the first C experts ranked by the prompt are {result.covered:.1%}, those "
-            f"ranked by popularity {result.covered_by_popularity:.1%}"
+            f"answers' choices among the C experts ranked first by the prompt: {result.covered:.1%}, "
+            f"by popularity: {result.covered_by_popularity:.1%}"
         )
     return "\n".join(lines) + "\n"
 
