@@ -26,7 +26,8 @@ MOST_TOKENS = 512
 _MAX_BYTES = 1 << 30
 _MAX_SIZE = 1 << 16  # of embeddings and hidden neurons
 _MAX_SCORES = 1 << 20  # layers x experts
-_VERSION = "1"
+_VERSION = 1
+_METADATA = "moechat_preload"
 _NAMES = ("hidden.weight", "hidden.bias", "scores.weight", "scores.bias")
 
 # Embeddings of tokens: int64 [n] to [n, embedding size].
@@ -101,7 +102,8 @@ class PreloadPredictor:
         from safetensors.torch import save
 
         tensors = (self._hidden, self._hidden_bias, self._scores, self._scores_bias)
-        metadata = {"moechat_preload": _VERSION, "layers": str(self.layers)}
+        # A single entry, as the order of several is not that of the file before.
+        metadata = {_METADATA: _kind(self.layers, self.experts)}
         with replacing(path) as file:
             file.write(save(dict(zip(_NAMES, tensors, strict=True)), metadata=metadata))
 
@@ -140,26 +142,27 @@ class PreloadPredictor:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"it has {path.stat().st_size} bytes, more than {_MAX_BYTES}")
         file = SafetensorsFile.open(path)
-        if file.metadata.get("moechat_preload") != _VERSION:
-            raise CheckpointError(f"it is not of version {_VERSION}")
+        kind, wanted = file.metadata.get(_METADATA, "nothing")[:80], _kind(layers, experts)
+        if kind != wanted:
+            raise CheckpointError(f"it is {kind}; the model needs {wanted}")
         if sorted(file.tensors) != sorted(_NAMES):
             raise CheckpointError(f"it holds other tensors than {', '.join(_NAMES)}")
         for name, entry in file.tensors.items():
             most = _MAX_SCORES if name.startswith("scores") else _MAX_SIZE
             if entry.dtype != "F32" or not all(0 < size <= most for size in entry.shape):
                 raise CheckpointError(f"{name} is {entry.dtype} {list(entry.shape)}")
-        rows = file.tensors["scores.bias"].shape
-        if file.metadata.get("layers") != str(layers) or rows != (layers * experts,):
-            raise CheckpointError(
-                f"it ranks {list(rows)} experts in {file.metadata.get('layers', '')[:20]} layers; the model "
-                f"has {layers} layers of {experts}"
-            )
         first, second, third, fourth = (torch.from_numpy(file.array(name).copy()) for name in _NAMES)
         predictor = cls((first, second), (third, fourth), layers, embed)
+        if predictor.experts != experts:
+            raise CheckpointError(f"it ranks {predictor.experts} experts of a layer; the model has {experts}")
         width = int(embed(torch.zeros(1, dtype=torch.int64)).shape[-1])
         if width != predictor.embedding_size:
             raise CheckpointError(f"it takes embeddings of {predictor.embedding_size}; the model has {width}")
         return predictor
+
+
+def _kind(layers: int, experts: int) -> str:
+    return f"version {_VERSION} for {layers} layers of {experts} experts"
 
 
 def mean_embedding(embed: Embed, ids: Sequence[int], size: int) -> torch.Tensor:

@@ -86,8 +86,8 @@ def record_prompts(
 def train_preload(prompts: Sequence[PromptRouting], embed: Embed, settings: TuneSettings) -> PreloadPredictor:
     """Train the predictor on the CPU.
 
-    Inputs are standardised, which is then folded into the first weights. Training begins with the experts that
-    are popular everywhere: the last weights start at 0, their bias at the logarithm of the mean target.
+    Inputs are standardised, which is then folded into the first weights. Training begins with the experts
+    that are popular everywhere: the last weights start at 0, their bias at the logarithm of the mean target.
 
     Args:
         prompts: At least one.

@@ -170,7 +170,11 @@ def _live(model: nn.Module, layer: TappedLayer, router: Router) -> LiveRouter:
         values = parameter.detach().float()
         if values.shape == router.weight.shape and torch.equal(values, router.weight):
             weight, transposed = parameter, False
-        elif values.T.shape == router.weight.shape and torch.equal(values.T, router.weight):
+        elif (
+            values.ndim == 2
+            and values.T.shape == router.weight.shape
+            and torch.equal(values.T, router.weight)
+        ):
             weight, transposed = parameter, True
         elif router.bias is not None and torch.equal(values.reshape(-1), router.bias.reshape(-1)):
             bias = parameter

@@ -78,7 +78,7 @@ class TuneSettings:
             UsageError: A value is out of range; the message names the option of the command line.
         """
         require_whole("--epochs", self.epochs, 1, 10_000)
-        require_number("--learning-rate", self.learning_rate, 0, 1)
+        require_number("--learning-rate", self.learning_rate, 0, 1, above=True)
         require_number("--warmup", self.warmup, 0, 1)
         require_number("--weight-decay", self.weight_decay, 0, 10)
         require_number("--clip", self.clip, 0, 1e9)

@@ -131,7 +131,6 @@ def _with_weights(source: TuneSource, skeleton: Skeleton, dtype: torch.dtype) ->
 
     options: dict[str, Any] = {
         "dtype": dtype,
-        "attn_implementation": "sdpa",
         "experts_implementation": EXPERTS_IMPLEMENTATION,
         "trust_remote_code": False,
     }
