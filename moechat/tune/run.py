@@ -125,7 +125,7 @@ def require_extra() -> None:
     if missing:
         raise UsageError(
             f"tuning needs packages that are not installed: {', '.join(missing)}",
-            hint="pip install 'moechat[tune]'",
+            hint='pip install "moechat[tune]"',
         )
 
 

@@ -262,7 +262,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else object())
     with pytest.raises(UsageError, match="packages that are not installed: peft") as caught:
         require_extra()
-    assert caught.value.hint == "pip install 'moechat[tune]'"
+    assert caught.value.hint == 'pip install "moechat[tune]"'
 
 
 def test_two_processes_reach_the_weights_of_one(model: Path, data: Path, tuned: Path, tmp_path: Path) -> None:
