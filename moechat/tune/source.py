@@ -135,7 +135,7 @@ def _with_weights(source: TuneSource, skeleton: Skeleton, dtype: torch.dtype) ->
         "trust_remote_code": False,
     }
     if source.store is None:
-        disable_progress_bar()  # the command shows its own
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # the command shows its own
         return AutoModelForCausalLM.from_pretrained(str(source.directory), local_files_only=True, **options)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         load_config(source.directory), **options

@@ -13,6 +13,7 @@ from moechat.cli.commands.tune_arguments import TuneCommand
 from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_seconds
 from moechat.cli.terminal.tune_progress import TuneProgress
+from moechat.errors import UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def tune(command: TuneCommand) -> int:
     ref = resolve(command.model)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", ref.name).strip("-.") or "model"
     out = (command.out or Path(f"{name}-tuned")).absolute()
+    if not command.data.is_file():  # before seconds of imports
+        raise UsageError(f"there is no file {command.data}", hint="--data takes a file of JSON lines")
     require_output()
     from moechat.tune.run import TuneJob, is_main_process, require_extra
     from moechat.tune.run import tune as tune_model

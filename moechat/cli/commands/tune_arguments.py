@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 from moechat.cli.completion.completers import complete_models
 from moechat.cli.parameters import Json, Quiet, Seed, argument, flag, option
-from moechat.errors import UsageError
 from moechat.tune.settings import BASE_ROUTERS, INITIAL_COUNTS, TuneSettings
 from moechat.validation import require_number, require_whole
 
@@ -120,8 +119,6 @@ class TuneCommand:
         self.settings()
         require_whole("--micro-batch", self.micro_batch, 1, 1 << 20)
         require_number("--save-every", self.save_every, 0, 1e9)
-        if not self.data.is_file():
-            raise UsageError(f"there is no file {self.data}", hint="--data takes a file of JSON lines")
 
     def settings(self) -> TuneSettings:
         """What changes the result.
