@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from moechat.predict.preload import Embed, PreloadPredictor, mean_embedding
+from moechat.predict.preload import Embed, PreloadPredictor, embedding_width, mean_embedding
 from moechat.tune.adapted import routed_pass
 from moechat.tune.batches import make_batch, micro_batches
 from moechat.tune.data import Example
@@ -65,7 +65,7 @@ def record_prompts(
         advance: Called with the number of sequences done.
     """
     model.eval()
-    width = int(embed(torch.zeros(1, dtype=torch.int64)).shape[-1])
+    width = embedding_width(embed)
     found: list[PromptRouting] = []
     usable = [example for example in examples if 0 < example.prompt < len(example.ids)]
     done = 0

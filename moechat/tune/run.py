@@ -151,17 +151,27 @@ def tune(job: TuneJob, report: Report, events: TuneEvents) -> TuneResult:
     return replace(result, seconds=time.monotonic() - started)
 
 
+def start_accelerator(gpu: bool, *, half: bool | None = None) -> tuple[Any, torch.dtype]:
+    """Accelerate's accelerator for this process, and the type of the weights that are not trained.
+
+    Args:
+        gpu: Compute on a GPU.
+        half: Compute in bf16; by default on a GPU.
+    """
+    from accelerate import Accelerator
+
+    half = gpu if half is None else half
+    accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if half else "no")
+    return accelerator, torch.bfloat16 if half else torch.float32
+
+
 class _Run:
     """One run."""
 
     def __init__(self, job: TuneJob, source: TuneSource, data: DataSet, events: TuneEvents) -> None:
-        from accelerate import Accelerator
-
         self._job, self._source, self._events = job, source, events
         self._trained, self._held_out = split(data.examples, job.settings.held_out, job.settings.seed)
-        gpu = torch.cuda.is_available() and not job.cpu
-        self._accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if gpu else "no")
-        self._dtype = torch.bfloat16 if gpu else torch.float32
+        self._accelerator, self._dtype = start_accelerator(torch.cuda.is_available() and not job.cpu)
         identity = {
             **job.settings.facts(),
             "data": data.sha256,

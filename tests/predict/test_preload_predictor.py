@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moechat.errors import MoechatWarning
-from moechat.predict.preload import MOST_TOKENS, PRELOAD_FILE, PreloadPredictor
+from moechat.models.threads import torch_threads
+from moechat.predict.preload import (
+    MOST_TOKENS,
+    PRELOAD_FILE,
+    PreloadPredictor,
+    embedding_width,
+    mean_embedding,
+)
 
 LAYERS, EXPERTS, SIZE, HIDDEN = 3, 8, 16, 12
 KIND = f"version 1 for {LAYERS} layers of {EXPERTS} experts"
@@ -168,12 +175,22 @@ def test_a_prompt_costs_less_than_a_millisecond() -> None:
         (torch.zeros(1024, 2048), torch.zeros(1024)),
         (torch.zeros(1024, 1024), torch.zeros(1024)),
         16,
-        lambda ids: table[ids],
+        table,
     )
     prompt = list(range(300))
     times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        found.scores(prompt)
-        times.append(time.perf_counter() - start)
+    with torch_threads(1):  # several would wait for each other on a busy machine
+        for _ in range(50):
+            start = time.perf_counter()
+            found.scores(prompt)
+            times.append(time.perf_counter() - start)
     assert min(times) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_of_embeddings_is_as_good_as_a_function(dtype: torch.dtype) -> None:
+    table = TABLE.to(dtype)
+    prompt = [3, 3, 39, 0]
+    expected = mean_embedding(lambda ids: table[ids], prompt, SIZE)
+    torch.testing.assert_close(mean_embedding(table, prompt, SIZE), expected)
+    assert embedding_width(table) == embedding_width(lambda ids: table[ids]) == SIZE

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_support import Cli
+from cli_support import PATIENCE_S, PROGRAM, Cli
+from terminal_support import Terminal
 from tune_support import SMALL, write_data, write_model
 
 from moechat.cli.commands.tune import render
@@ -102,3 +103,23 @@ def test_the_result_is_shown_as_lines() -> None:
     assert "1.200 -> 0.600" in text
     assert "-50.0%" in text
     assert "first by the prompt: 50.0%, by popularity: 40.0%" in text
+
+
+def test_a_terminal_shows_a_bar_with_the_losses_that_leaves_nothing_behind(cli: Cli) -> None:
+    command = [*PROGRAM, "tune", "./model", "--data", "data.jsonl", "--out", "shown", "--epochs", "30", *FAST]
+    terminal = Terminal(
+        command,
+        cwd=cli.directory,
+        environment=cli.environment,
+        columns=120,
+        rows=50,
+        patience_s=PATIENCE_S,
+    )
+    try:
+        terminal.until(lambda: "tuning" in terminal.shown and ", order " in terminal.shown)
+        assert " of 120, loss " in terminal.shown
+        assert terminal.end() == 0
+        assert ", order " not in terminal.shown
+        assert "perplexity" in terminal.shown
+    finally:
+        terminal.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from moechat.tune.batches import make_batch, split, step_examples
 from moechat.tune.data import read_data
 from moechat.tune.measure import measure
 from moechat.tune.router_taps import RouterTaps
-from moechat.tune.run import require_extra
+from moechat.tune.run import require_extra, start_accelerator
 from moechat.tune.run_state import STATE_FILE, state_directory
 from moechat.tune.source import build_model, load_source_tokenizer, open_source
 from moechat.tune.training import rate_factor
@@ -297,3 +298,30 @@ def test_two_processes_reach_the_weights_of_one(model: Path, data: Path, tuned: 
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=2e-2, atol=2e-3, msg=name)
     assert (out / PRELOAD_FILE).is_file()
+
+
+def test_training_in_half_precision_as_on_a_gpu_stays_near_that_in_float32(
+    model: Path, data: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.state import AcceleratorState
+
+    precisions: list[str] = []
+
+    def start(gpu: bool) -> tuple[Any, torch.dtype]:
+        accelerator, dtype = start_accelerator(gpu, half=True)
+        precisions.append(f"{accelerator.mixed_precision} {dtype}")
+        return accelerator, dtype
+
+    AcceleratorState._reset_state()  # it keeps the precision of earlier runs
+    monkeypatch.setattr("moechat.tune.run.start_accelerator", start)
+    try:
+        result = run(model, data, tmp_path / "out")
+    finally:
+        AcceleratorState._reset_state()
+    assert precisions == ["bf16 torch.bfloat16"]
+    alone = json.loads((tuned / "tuning.json").read_text())
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.perplexity == pytest.approx(alone["before"]["perplexity"], rel=2e-2)
+    assert result.after.perplexity == pytest.approx(alone["after"]["perplexity"], rel=5e-2)
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "out").values()} == {torch.bfloat16}
