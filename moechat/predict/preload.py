@@ -30,8 +30,8 @@ _VERSION = 1
 _METADATA = "moechat_preload"
 _NAMES = ("hidden.weight", "hidden.bias", "scores.weight", "scores.bias")
 
-# Embeddings of tokens: a function of int64 [n] to [n, embedding size], or their table [tokens, embedding size].
-# The mean over a float32 table takes a fifth of the time, as its rows are not copied.
+# Embeddings of tokens: a function of int64 [n] to [n, embedding size], or their table [tokens, embedding
+# size]. The mean over a float32 table takes a fifth of the time, as its rows are not copied.
 Embed = Callable[[torch.Tensor], torch.Tensor] | torch.Tensor
 
 
@@ -180,6 +180,6 @@ def mean_embedding(embed: Embed, ids: Sequence[int], size: int) -> torch.Tensor:
     rows = torch.as_tensor(last, dtype=torch.int64)
     if not isinstance(embed, torch.Tensor):
         return embed(rows).detach().mean(0, dtype=torch.float32).cpu()
-    if embed.dtype != torch.float32:
+    if embed.dtype != torch.float32 or embed.device.type != "cpu":
         return embed.detach()[rows].mean(0, dtype=torch.float32).cpu()
     return torch.nn.functional.embedding_bag(rows[None], embed.detach(), mode="mean")[0].cpu()
