@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moechat.errors import MoechatError
 from moechat.tune.adapted import AdaptedModel
 from moechat.tune.batches import make_batch, micro_batches, share_of, step_examples, steps_of_epoch
 from moechat.tune.data import Example
@@ -99,7 +100,7 @@ def train(
 
     Raises:
         KeyboardInterrupt: It was interrupted; the state is on the disk.
-        MoechatError: A state cannot be written or does not fit.
+        MoechatError: A state cannot be written or does not fit, or a loss is not finite.
     """
     settings = plan.settings
     optimizer = make_optimizer(adapted, settings)
@@ -123,6 +124,11 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate_factor(step, plan.steps, settings.warmup)
             losses, stopped = _step(plan, adapted, module, optimizer, accelerator, step, bool(signals))
+            if not all(map(math.isfinite, (losses.nll, losses.cache, losses.rank))):
+                raise MoechatError(
+                    f"the loss of step {step + 1:,} is not finite, so the weights are no longer of use",
+                    hint="lower --learning-rate; the last state before it is kept",
+                )
             step += 1
             advance(step, losses)
             if stopped or step == plan.steps or time.monotonic() - saved_at > plan.save_every_s:

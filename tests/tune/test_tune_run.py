@@ -18,6 +18,7 @@ import torch
 from tune_support import SMALL, Events, run, weights_of, write_data, write_model
 
 import moechat
+from moechat.calibration.text import calibration_text
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.hub.names import resolve
 from moechat.models.router_search import find_routers
@@ -27,8 +28,9 @@ from moechat.tune.batches import make_batch, split, step_examples
 from moechat.tune.data import read_data
 from moechat.tune.measure import measure
 from moechat.tune.router_taps import RouterTaps
-from moechat.tune.run import require_extra, start_accelerator
+from moechat.tune.run import TuneJob, require_extra, start_accelerator, tune
 from moechat.tune.run_state import STATE_FILE, state_directory
+from moechat.tune.settings import TuneSettings
 from moechat.tune.source import build_model, load_source_tokenizer, open_source
 from moechat.tune.training import rate_factor
 
@@ -325,3 +327,38 @@ def test_training_in_half_precision_as_on_a_gpu_stays_near_that_in_float32(
     assert result.before.perplexity == pytest.approx(alone["before"]["perplexity"], rel=2e-2)
     assert result.after.perplexity == pytest.approx(alone["after"]["perplexity"], rel=5e-2)
     assert {tensor.dtype for tensor in weights_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = write_model(tmp_path / "model")
+    weights = weights_of(model)
+    weights["lm_head.weight"][3, 2] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoechatError, match="the loss of step 1 is not finite") as caught:
+        run(model, data, tmp_path / "out")
+    assert "--learning-rate" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_misses_less_at_each_capacity_for_little_perplexity(tmp_path: Path) -> None:
+    """On the calibration text of the package, which it was not trained on."""
+    parts = [part for part in calibration_text().split("\n\n") if len(part) > 80]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    settings = TuneSettings(
+        epochs=2, learning_rate=5e-4, batch=8, max_tokens=256, held_out=0.2, preload=False
+    )
+    job = TuneJob(resolve("demo"), path, tmp_path / "out", settings, cpu=True)
+    result = tune(job, lambda progress: None, Events())
+    before, after = result.before, result.after
+    assert before is not None
+    assert after is not None
+    assert before.misses.keys() == {4, 8}
+    for capacity, missed in before.misses.items():
+        assert after.misses[capacity] < 0.9 * missed
+    assert after.perplexity < 1.02 * before.perplexity
+    assert after.sequence_entropy < 0.97 * before.sequence_entropy
+    assert after.global_entropy > 0.9 * before.global_entropy  # routers have not collapsed
