@@ -84,6 +84,7 @@ class TuneResult:
             ranks highest; ``None`` without a predictor or held-out prompts.
         covered_by_popularity: The same for the C experts that are chosen most in the trained data.
         seconds: That this command took.
+        processes: That have worked together.
         is_main: Whether this process writes the result, one of several.
     """
 
@@ -97,6 +98,7 @@ class TuneResult:
     covered: float | None
     covered_by_popularity: float | None
     seconds: float
+    processes: int
     is_main: bool
 
     def facts(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class TuneResult:
             "preload_covered": self.covered,
             "preload_covered_by_popularity": self.covered_by_popularity,
             "seconds": self.seconds,
+            "processes": self.processes,
         }
 
 
@@ -224,6 +227,7 @@ class _Run:
             covered,
             popular,
             0.0,
+            int(accelerator.num_processes),
             bool(accelerator.is_main_process),
         )
         if accelerator.is_main_process:

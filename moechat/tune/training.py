@@ -182,7 +182,7 @@ def _step(
 
 @contextmanager
 def _deferred_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the list instead of raising; the second one acts as before."""
+    """Collect SIGINT and SIGTERM in the list instead of raising; the second of a kind acts as before."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -192,8 +192,8 @@ def _deferred_signals() -> Iterator[list[int]]:
 
     def receive(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        for each in numbers:
-            signal.signal(each, before[each])
+        # Only of the same kind: launchers of several processes send SIGTERM after a Ctrl-C that all have got.
+        signal.signal(number, before[number])
 
     try:
         for number in numbers:

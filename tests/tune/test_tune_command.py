@@ -97,7 +97,7 @@ def test_bad_data_is_named_by_line(cli: Cli) -> None:
 
 def test_the_result_is_shown_as_lines() -> None:
     before, after = Measurement(4, {4: 1.2, 8: 0.6}, 3, 3.5), Measurement(4.04, {4: 0.6, 8: 0.3}, 2, 3.25)
-    result = TuneResult("m", Path("/out"), SMALL, 90, 10, before, after, 0.5, 0.4, 61.0, True)
+    result = TuneResult("m", Path("/out"), SMALL, 90, 10, before, after, 0.5, 0.4, 61.0, 1, True)
     text = render(result)
     assert "perplexity" in text
     assert "1.200 -> 0.600" in text

@@ -272,9 +272,8 @@ def test_two_processes_reach_the_weights_of_one(model: Path, data: Path, tuned: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launcher += ["--main_process_port", str(port), "-m", "moechat"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(port), "-m", "moechat"]
     settings = [
         word
         for name, value in SMALL.facts().items()
@@ -292,6 +291,7 @@ def test_two_processes_reach_the_weights_of_one(model: Path, data: Path, tuned: 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     facts = json.loads(done.stdout)  # one process prints
+    assert facts["processes"] == 2
     alone = json.loads((tuned / "tuning.json").read_text())
     assert facts["before"]["perplexity"] == pytest.approx(alone["before"]["perplexity"], rel=1e-4)
     assert facts["after"]["perplexity"] == pytest.approx(alone["after"]["perplexity"], rel=1e-2)

@@ -20,7 +20,7 @@ merged at the end. Ctrl-C keeps the state: the same command goes on.
 
 The file has one JSON object a line: messages (a chat), prompt with answer, or text. See moechat help tune. \
 Needs the packages of pip install "moechat[tune]". Several GPUs: \
-accelerate launch -m moechat tune MODEL --data FILE.
+accelerate launch --multi_gpu -m moechat tune MODEL --data FILE.
 
 --json: settings, and before and after on held-out data: perplexity, misses for each token and layer by \
 capacity, entropies in bits.
