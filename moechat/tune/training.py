@@ -193,7 +193,7 @@ def _deferred_signals() -> Iterator[list[int]]:
     def receive(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         # Only of the same kind: launchers of several processes send SIGTERM after a Ctrl-C that all have got.
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     try:
         for number in numbers:
