@@ -25,7 +25,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"bench", "chat", "remote", "serve"}),
     frozenset({"engine"}),
-    frozenset({"tuner", "fetch"}),
+    frozenset({"tuner", "fetch", "tune"}),
     frozenset({"loading", "planning"}),
     frozenset({"calibration"}),
     frozenset({"offload"}),

@@ -20,6 +20,7 @@ from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.commands.serve_arguments import ServeCommand
 from moechat.cli.commands.servers import register_servers
 from moechat.cli.commands.sessions_arguments import sessions_app
+from moechat.cli.commands.tune_arguments import TuneCommand
 from moechat.cli.completion.shell import VARIABLE as COMPLETE_VARIABLE
 from moechat.cli.completion.shell import answer_shell, install_completion, show_completion
 from moechat.cli.config.setting_origins import ExplainingCommand, wrong_value
@@ -221,6 +222,12 @@ def _trace(command: TraceCommand) -> int:
     return trace(command)
 
 
+def _tune(command: TuneCommand) -> int:
+    from moechat.cli.commands.tune import tune
+
+    return tune(command)
+
+
 register(_commands, "run", RunOptions, _run)
 register(_commands, "serve", ServeCommand, _serve)
 register(_commands, "bench", BenchCommand, _bench)
@@ -228,6 +235,7 @@ register(_commands, "plan", PlanCommand, _plan)
 register(_commands, "profile", ProfileCommand, _profile)
 register(_commands, "simulate", SimulateCommand, _simulate)
 register(_commands, "trace", TraceCommand, _trace)
+register(_commands, "tune", TuneCommand, _tune)
 register(_commands, "count", CountCommand, _count)
 
 

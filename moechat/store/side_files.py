@@ -33,6 +33,7 @@ _INPUTS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "preload.safetensors",
 )
 # For people to read: no result depends on them, so they are not part of a source's identity.
 _DOCUMENTS = (

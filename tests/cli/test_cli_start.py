@@ -138,7 +138,8 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
 
 
 COMMANDS = (
-    "run serve ps stop bench plan profile simulate trace count doctor download list show rm sessions config"
+    "run serve ps stop bench plan profile simulate trace tune count doctor download list show rm sessions "
+    "config"
 )
 
 

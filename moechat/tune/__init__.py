@@ -1,0 +1,1 @@
+"""Fine-tunes a model so that each sequence uses few experts (MELINOE, Raje, Nayak and Joshi)."""
