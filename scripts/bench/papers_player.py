@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy.typing as npt
 
 from moechat.configurator.costs import Costs
 from moechat.configurator.systems import SYSTEMS, CacheSettings
-from moechat.errors import UsageError
 from moechat.routing.counter import statistics_of_trace
 from moechat.routing.drawn_predictions import accuracy_by_layer, draw_rankings
 from moechat.routing.statistics import RoutingStatistics
@@ -20,9 +20,10 @@ from moechat.simulate.run import SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
 from moechat.simulate.strategy import LOOKAHEAD
 from moechat.simulate.systems import pages_for, settings_for, tier_for
-from moechat.simulate.timing import Launch, timing_of
+from moechat.simulate.timing import Launch, Timing, timing_of
 
 Ints = npt.NDArray[np.int32]
+_NOTE_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Setting:
             settings, self._statistics(settings), self.costs, geometry, pages=pages, top_k=shape.top_k
         )
 
-    def _timing(self):  # type: ignore[no-untyped-def]
+    def _timing(self) -> Timing:
         shape = self.model.shape
         return timing_of(
             self.costs,
@@ -151,36 +152,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], not
             *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
         ]
         print("  " + "  ".join(cells).rstrip())
-    print(f"  {notes}")
+    print(textwrap.fill(notes, _NOTE_WIDTH, initial_indent="  ", subsequent_indent="  "), flush=True)
 
 
-def compared(
-    setting: Setting, share: float, theirs: Mapping[str, float | None], *, milliseconds: bool = True
-) -> list[list[str]]:
-    """Rows: system, milliseconds a token of the paper, ours, and ours by theirs.
-
-    Args:
-        setting: Of the paper.
-        share: Share of the experts in the near tier.
-        theirs: Milliseconds by system; ``None``: the paper has no such figure.
-        milliseconds: As they are; ``False``: relative to the first system.
-    """
-    rows = []
-    unit: tuple[float, float] | None = None
-    for system, published in theirs.items():
-        if setting.absent(system):
-            rows.append([system, "" if published is None else f"{published:.4g}", "absent", ""])
-            continue
-        ours = 1000 * setting.run(system, share).tpot
-        if not milliseconds:
-            unit = unit or (published or 1.0, ours)
-            ours /= unit[1]
-        ratio = "" if not published else f"{ours / published:.2f}"
-        rows.append([system, "" if published is None else f"{published:.4g}", f"{ours:.4g}", ratio])
-    return rows
-
-
-def by_seed(trace: Trace, seed: int) -> Trace:
+def shuffled(trace: Trace, seed: int) -> Trace:
     """The sequences of a trace in random order."""
     order = np.random.default_rng(seed).permutation(trace.sequences)
     rows = np.concatenate([np.arange(trace.offsets[at], trace.offsets[at + 1]) for at in order])
@@ -192,9 +167,3 @@ def by_seed(trace: Trace, seed: int) -> Trace:
         trace.num_experts,
         weights,
     )
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a usage error where a condition does not hold."""
-    if not condition:
-        raise UsageError(message)
