@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moechat.configurator.routing_families import Family, family_of
 from moechat.configurator.systems import Policy
+from moechat.routing.drawn_predictions import rank_accuracy
 from moechat.routing.statistics import RoutingStatistics
 
 Floats = npt.NDArray[np.float64]
@@ -67,8 +68,8 @@ def default_statistics(
     """Expected statistics of a model without recorded routing.
 
     - ``H(C)``: see :class:`Family`; less skewed in early layers.
-    - ``P(y)`` falls from near 1 to near 0 around position K, as a logistic function with a width given by the
-      accuracy and a sum of K over all positions.
+    - ``P(y)`` falls around position K, with a sum of K over all positions, as in
+      :func:`moechat.routing.drawn_predictions.rank_accuracy`.
     - ``PH(y, C)``: an expert that will be activated is cached with probability ``H(C)``; a predicted expert
       that will not be, with the mean of that and ``C / N``.
 
@@ -102,7 +103,7 @@ def default_statistics(
     # At least the accuracy of random predictions.
     accuracy[0] = _FIRST_ACCURACY
     accuracy = np.maximum(accuracy, top_k / experts)
-    places = _places(accuracy, experts, top_k)[:, :depth]
+    places = rank_accuracy(accuracy, experts, top_k)[:, :depth]
     likely = (hit + sizes) / 2
     cached = places[:, :, None] * hit[:, None, :] + (1 - places[:, :, None]) * likely[:, None, :]
     tokens = np.full(layers, _BASE_TOKENS, dtype=np.int64)
@@ -171,35 +172,6 @@ def _saturating(share: Floats, skew: float) -> Floats:
     if skew < 1e-6:
         return share
     return np.asarray(np.expm1(-skew * share) / math.expm1(-skew))
-
-
-def _places(accuracy: Floats, experts: int, top_k: int) -> Floats:
-    """``P(y)``: ``[layers, experts]``, decreasing, with sum K and sum ``accuracy·K`` over the first K
-    positions.
-
-    The mean over each position of a logistic function that falls around K. Its centre follows from its width
-    in closed form; the width is found by bisection.
-    """
-    if top_k == experts:
-        return np.ones((len(accuracy), experts))
-    edges = np.arange(experts + 1)
-
-    def area(width: Floats, upto: npt.NDArray[np.int64]) -> Floats:
-        inverse = 1 / width[:, None]
-        middle = (
-            top_k * inverse
-            + np.log1p(-np.exp(-top_k * inverse))
-            - np.log1p(-np.exp((top_k - experts) * inverse))
-        )
-        full = np.logaddexp(0.0, middle)
-        return np.asarray(width[:, None] * (full - np.logaddexp(0.0, middle - upto * inverse)))
-
-    narrow, wide = np.full(len(accuracy), 1e-3), np.full(len(accuracy), 64.0 * experts)
-    for _ in range(40):
-        width = np.sqrt(narrow * wide)
-        sharp = area(width, edges[top_k : top_k + 1])[:, 0] > accuracy * top_k
-        narrow, wide = np.where(sharp, width, narrow), np.where(sharp, wide, width)
-    return np.clip(np.diff(area(width, edges), axis=1), 0.0, 1.0)
 
 
 def _counts(cumulative: Floats, total: int) -> Ints:

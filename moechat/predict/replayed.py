@@ -14,25 +14,24 @@ import torch
 from moechat.errors import UsageError
 from moechat.predict.predictor import Predictor
 from moechat.routing import Replay
+from moechat.routing.drawn_predictions import accuracy_by_layer, draw_rankings
 
 DEFAULT_ACCURACY = 0.7
-# Factor of the accuracy for each further layer ahead; an assumption, not measured.
-AHEAD_FACTOR = 0.85
 _MOST_AHEAD = 8
 _MAX_SCORES = 1 << 28
 
 
 class ReplayPredictor:
-    """Ranks experts such that each expert that the replay will choose is in the top k with a given
-    probability.
+    """Ranks experts such that an expert that the replay will choose is in the top k with a given probability.
 
-    The wrong experts in the top k, and the order of all others, are drawn by the popularity of the layer's
-    experts in the trace. Right and wrong experts are in random order. All rankings are drawn by the
-    constructor, so that all compared systems get the same ones and a call is only a lookup.
+    The rankings are those of a simulation of the trace with the same accuracy and seed; see
+    :mod:`moechat.routing.drawn_predictions`. All are drawn by the constructor, so that all compared systems
+    get the same ones and a call is only a lookup.
 
     Args:
         replay: The replayed trace.
-        accuracy: Probability p for one layer ahead, 0 to 1; ``a`` layers ahead it is ``p * 0.85 ** (a - 1)``.
+        accuracy: Probability p for one layer ahead, mean of the layers, 0 to 1; ``a`` layers ahead it is
+            ``p * 0.85 ** (a - 1)``.
         seed: Random seed.
         lookahead: Most layers ahead, 1 to 8.
         instead_of: A predictor that is called too, with its result ignored, so that its time is included.
@@ -64,12 +63,13 @@ class ReplayPredictor:
         self.accuracy = accuracy
         self._replay = replay
         self._instead_of = instead_of
-        popularity = np.log(trace.counts() + 0.5)
-        generator = np.random.default_rng(seed)
-        self._scores = [
-            _draw(trace.experts, popularity, accuracy * AHEAD_FACTOR**ahead, generator)
-            for ahead in range(lookahead)
-        ]
+        by_layer = accuracy_by_layer(trace.layers, accuracy)
+        rankings = draw_rankings(trace, by_layer, width=trace.num_experts, lookahead=lookahead, seed=seed)
+        # The number of experts for the best one, down to 1 for the worst.
+        descending = np.arange(trace.num_experts, 0, -1, dtype=np.float32)
+        self._scores = np.empty(rankings.shape, dtype=np.float32)
+        for scores, ranking in zip(self._scores, rankings, strict=True):
+            np.put_along_axis(scores, ranking, np.broadcast_to(descending, scores.shape), axis=-1)
 
     @property
     def lookahead(self) -> int:
@@ -90,36 +90,3 @@ class ReplayPredictor:
         trace = self._replay.trace
         chosen = np.take_along_axis(self._scores[ahead - 1], trace.experts.astype(np.int64), axis=-1)
         return float((chosen > trace.num_experts - trace.top_k).mean())
-
-
-def _draw(
-    chosen: npt.NDArray[np.int32],
-    popularity: npt.NDArray[np.float64],
-    accuracy: float,
-    generator: np.random.Generator,
-) -> npt.NDArray[np.float32]:
-    """Scores ``[tokens, layers, experts]``: ``experts`` for the best expert down to 1 for the worst."""
-    tokens, layers, k = chosen.shape
-    experts = popularity.shape[1]
-    out = np.empty((tokens, layers, experts), dtype=np.float32)
-    descending = np.arange(experts, 0, -1, dtype=np.float32)
-    step = max(1, (1 << 22) // (layers * experts))
-    for start in range(0, tokens, step):
-        index = chosen[start : start + step].astype(np.int64)
-        shape = (len(index), layers, experts)
-        true = np.zeros(shape, dtype=bool)
-        np.put_along_axis(true, index, True, axis=-1)
-        found = np.zeros(shape, dtype=bool)
-        np.put_along_axis(found, index, generator.random(index.shape) < accuracy, axis=-1)
-        # Wrong experts are drawn without replacement, weighted by popularity (Gumbel top-k trick), and never
-        # from the right ones while others remain.
-        drawn = popularity[None] + generator.gumbel(size=shape)
-        wrong_order = np.argsort(np.where(true, -np.inf, drawn), axis=-1)[..., ::-1]
-        missing = k - found.sum(axis=-1, keepdims=True)
-        wrong = np.zeros(shape, dtype=bool)
-        np.put_along_axis(wrong, wrong_order, np.arange(experts) < missing, axis=-1)
-        top = found | wrong
-        key = np.where(top, generator.random(shape), drawn)
-        order = np.lexsort((-key, ~top), axis=-1)
-        np.put_along_axis(out[start : start + step], order, np.broadcast_to(descending, shape), axis=-1)
-    return out

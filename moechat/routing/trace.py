@@ -8,7 +8,7 @@ A trace is an ``.npz`` file (``numpy.savez``) without pickled objects, with thes
   to ``offsets[i + 1] - 1``. Optional; default: one sequence.
 - ``num_experts``, one integer: experts in a layer. Optional; default: the largest index plus 1.
 - ``weights``, ``[tokens, layers, k]``: weights of the experts' outputs: floating point, or uint8 in steps of
-  1/255. Optional.
+  1/255. Optional; ``probs_u8``, the name in some published traces, is read too.
 - ``tokens``, integers ``[tokens]``: token ids. Optional.
 - ``prompt_lengths``, integers ``[sequences]``: number of leading rows of a sequence that are its prompt,
   computed in passes of many tokens; the rows after it are answers, one token per pass. Optional.
@@ -37,6 +37,7 @@ _MAX_SEQUENCES = 1 << 24
 _ALIKE_CHUNK = 8192
 _NPY_HEADER_BYTES = 1 << 12
 _KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths")
+_OTHER_WEIGHTS = "probs_u8"
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,10 @@ class Trace:
             _require_small(path)
             with np.load(path, allow_pickle=False) as file:
                 names = (*_KNOWN, *ARRAYS) if gates else _KNOWN
-                return _from_arrays({name: file[name] for name in names if name in file.files})
+                arrays = {name: file[name] for name in names if name in file.files}
+                if "weights" not in arrays and _OTHER_WEIGHTS in file.files:
+                    arrays["weights"] = file[_OTHER_WEIGHTS]
+                return _from_arrays(arrays)
         except FileNotFoundError:
             raise UsageError(f"there is no trace {path}") from None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
@@ -259,6 +263,7 @@ def _require_small(path: Path) -> None:
         "offsets": 8 * _MAX_SEQUENCES,
         "num_experts": 8,
         "weights": 8 * MAX_CHOICES,
+        _OTHER_WEIGHTS: 8 * MAX_CHOICES,
         "tokens": 8 * MAX_CHOICES,
         "prompt_lengths": 8 * _MAX_SEQUENCES,
         "gates": 4 * MAX_GATES,

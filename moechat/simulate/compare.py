@@ -50,7 +50,6 @@ from moechat.routing.trace import Trace
 from moechat.routing.trace_mapping import map_trace
 from moechat.simulate.choice import choose_strategy
 from moechat.simulate.predictions import (
-    AHEAD_FACTOR,
     accuracy_by_layer,
     draw_rankings,
     measured_accuracy,
@@ -280,14 +279,11 @@ class Comparison:
         if not self.rankings:
             everyone = [settings_for(name) for name in self.options.systems]
             widest = max([self.model.shape.top_k, *(each.prefetch_experts or 0 for each in everyone)])
-            for ahead in range(max(LOOKAHEAD, *(each.lookahead for each in everyone))):
-                # One seed per distance, so that a larger lookahead does not change the nearer predictions.
-                self.rankings[ahead] = draw_rankings(
-                    self.trace,
-                    self.accuracy * AHEAD_FACTOR**ahead,
-                    width=widest,
-                    seed=self.options.seed + ahead,
-                )
+            farthest = max(LOOKAHEAD, *(each.lookahead for each in everyone))
+            drawn = draw_rankings(
+                self.trace, self.accuracy, width=widest, lookahead=farthest, seed=self.options.seed
+            )
+            self.rankings = {ahead: drawn[ahead : ahead + 1] for ahead in range(farthest)}
         wanted = [self.rankings[ahead][..., :width] for ahead in range(lookahead)]
         return np.ascontiguousarray(np.concatenate(wanted))
 

@@ -83,7 +83,7 @@ def drawn_routing(statistics: RoutingStatistics, tokens: int) -> Trace:
 def drawn_rankings(
     statistics: RoutingStatistics, trace: Trace, *, width: int, lookahead: int
 ) -> npt.NDArray[np.int32]:
-    """Predictions for :func:`drawn_routing`, as accurate as in the statistics, shared like it.
+    """Predictions for :func:`drawn_routing`, at each rank as accurate as in the statistics, shared like it.
 
     Args:
         statistics: Those that the trace was drawn from.
@@ -93,8 +93,7 @@ def drawn_rankings(
     """
 
     def draw() -> npt.NDArray[np.int32]:
-        accuracy = statistics.prediction_accuracy[:, : statistics.top_k].mean(axis=1)
-        return draw_rankings(trace, accuracy, width=width, lookahead=lookahead)
+        return draw_rankings(trace, statistics.prediction_accuracy, width=width, lookahead=lookahead)
 
     shared = _SHARED.get()
     if shared is None:

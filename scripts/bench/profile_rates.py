@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file differs")
     arguments = parser.parse_args()
     differing = 0
-    for path in sorted(PROFILES.glob("*.toml")):
+    for path in sorted((*PROFILES.glob("*.toml"), *PROFILES.glob("testbeds/*.toml"))):
         before = path.read_text(encoding="utf-8")
         after = rewritten(path.stem, before)
         if before == after:

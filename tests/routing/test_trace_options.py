@@ -166,3 +166,17 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     reader.join(20)
     (tmp_path / "trace.npz").write_bytes(received[0])
     assert_same(Trace.read(tmp_path / "trace.npz"), full())
+
+
+def test_weights_of_published_traces_are_read_by_their_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    experts = np.array([[[3, 1]], [[0, 2]]])
+    shares = np.array([[[204, 51]], [[0, 102]]], np.uint8)
+    np.savez(path, experts=experts, probs_u8=shares)
+    read = Trace.read(path).weights
+    assert read is not None
+    np.testing.assert_allclose(read.ravel(), [0.8, 0.2, 0, 0.4], rtol=1e-3)
+    np.savez(path, experts=experts, probs_u8=shares, weights=shares // 2)
+    read = Trace.read(path).weights
+    assert read is not None
+    np.testing.assert_allclose(read.ravel(), [0.4, 0.098, 0, 0.2], rtol=1e-2)
