@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from moechat.predict import Predictor
+from moechat.predict.additive import AdditivePredictor
+from moechat.predict.next_router import RankingRouter
 
 
 class TimedCalls:
@@ -68,3 +71,28 @@ class TimedPredictor:
         scores = self._predictor.scores(ordinal, ahead, hidden)
         self.seconds += time.perf_counter() - started
         return scores
+
+
+class TimedAdditivePredictor(AdditivePredictor):
+    """A predictor that corrects itself, and sums up its seconds.
+
+    Attributes:
+        seconds: Total so far.
+    """
+
+    def __init__(self, routers: Sequence[RankingRouter | None], experts: int, depth: int) -> None:
+        super().__init__(routers, experts, depth)
+        self.seconds = 0.0
+
+    def scores(self, ordinal: int, ahead: int, hidden: torch.Tensor) -> npt.NDArray[np.float32] | None:
+        """See :meth:`moechat.predict.Predictor.scores`."""
+        started = time.perf_counter()
+        scores = super().scores(ordinal, ahead, hidden)
+        self.seconds += time.perf_counter() - started
+        return scores
+
+    def observe(self, ordinal: int, chosen: npt.NDArray[np.int64]) -> None:
+        """See :meth:`moechat.predict.additive.AdditivePredictor.observe`."""
+        started = time.perf_counter()
+        super().observe(ordinal, chosen)
+        self.seconds += time.perf_counter() - started

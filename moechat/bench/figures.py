@@ -49,7 +49,7 @@ def case_figures(
     fraction: float,
     pages: int,
     page_bytes: int,
-    bandwidth: float,
+    bandwidth: float | None,
     floor: float | None,
     predicted: float | None = None,
 ) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def case_figures(
         fraction: Share of the experts that fits.
         pages: Pages of the near tier.
         page_bytes: Bytes per page.
-        bandwidth: Bandwidth of the link, bytes per second.
+        bandwidth: Bandwidth of the link, bytes per second; ``None``: not measured.
         floor: Seconds per token with all experts in memory, or ``None``.
         predicted: Seconds per token predicted by the simulator, or ``None``.
     """
@@ -108,5 +108,5 @@ def case_figures(
             name: 1e6 * costs[name] / layers_run
             for name in ("python", "predict", "begin", "prefetch", "finish")
         },
-        "floor_s": {"link": missing / bandwidth, "compute": floor},
+        "floor_s": {"link": None if bandwidth is None else missing / bandwidth, "compute": floor},
     }

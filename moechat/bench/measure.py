@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from moechat import _native
 from moechat.bench.accuracy import prediction_accuracy
 from moechat.bench.decode import Bench
+from moechat.bench.expected import Expectations
 from moechat.bench.figures import Run, case_figures, spread
 from moechat.bench.options import BenchOptions, System
-from moechat.bench.predicted import (
-    Recorded,
-    busy_share,
-    floor_timing,
-    kernel_curve,
-    link_times,
-    predict,
-    predictor_seconds,
-    slowed,
-    tier_of,
-)
+from moechat.bench.predicted import Recorded, tier_of
 from moechat.bench.runs import Runs
 from moechat.bench.speeds import compute_rate, link_bandwidth
 from moechat.budget.gpu_sizes import MIN_PAGES
@@ -45,7 +36,6 @@ from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
-from moechat.simulate import Timing
 from moechat.simulate.run import Tier
 from moechat.simulate.strategy import LOOKAHEAD
 from moechat.store.files import format_bytes
@@ -54,8 +44,6 @@ FORMAT = 1
 Report = Callable[[str], None]
 # Most of the free memory for measuring with all experts resident.
 _RESIDENT_SHARE = 0.6
-# Iterations to determine how busy a link is, which depends on itself; the third changes hardly anything.
-_ROUNDS = 3
 
 
 def run_bench(
@@ -81,11 +69,57 @@ def run_bench(
         DoesNotFitError: The machine has too little memory for a near tier.
         MoechatError: Blocks cannot be read.
     """
-    return _Measurement(Bench(engine), options, prompt, report).run()
+    measurement = Measurement(Bench(engine), options, prompt, report)
+    measurement.run()
+    return measurement.result()
 
 
-class _Measurement:
-    """State of one measurement."""
+@dataclass(frozen=True)
+class Trial:
+    """One run before a measurement, to know how long it takes.
+
+    Attributes:
+        around: Seconds to make and remove the near tier.
+        ttft: Seconds for the prompt.
+        tpot: Seconds per token.
+    """
+
+    around: float
+    ttft: float
+    tpot: float
+
+
+class _Fraction:
+    """What was measured at one share of the experts.
+
+    Args:
+        fraction: The share.
+        pages: Pages of the near tier.
+        systems: The systems.
+    """
+
+    def __init__(self, fraction: float, pages: int, systems: Sequence[System]) -> None:
+        self.fraction = fraction
+        self.pages = pages
+        self.runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+        self.floors: list[Run] = []  # with all experts in memory
+        self.busy: list[Run] = []  # the same while the link is busy
+        self.recorded: dict[str, tuple[Recorded, Tier]] = {}
+
+
+class Measurement:
+    """A measurement, which may be interrupted.
+
+    Args:
+        bench: The model; its state is restored at the end.
+        options: Options of the measurement.
+        prompt: As for :func:`run_bench`.
+        report: As for :func:`run_bench`.
+
+    Raises:
+        UsageError: As :func:`run_bench`.
+        DoesNotFitError: As :func:`run_bench`.
+    """
 
     def __init__(
         self, bench: Bench, options: BenchOptions, prompt: Sequence[int] | None, report: Report
@@ -94,14 +128,16 @@ class _Measurement:
         self.options = options
         self.report = report
         options.check_context(bench.engine.context_length)
-        self.sizes = self._sizes()
+        self._measured = [_Fraction(*size, options.systems) for size in self._sizes()]
         self.mapping = self._mapping()
         self.replay = None if self.mapping is None else Replay(self.mapping.trace)
         self.routers = NextRouterPredictor(find_routers(bench.model, bench.parts))
         self.predictor = self._predictor()
         self.runs = Runs(bench, options, prompt, self.replay, self.predictor)
-        self.recorded: dict[str, tuple[Recorded, Tier]] = {}  # by system, at the current fraction
-        self.curve: npt.NDArray[np.float64] | None = None
+        self.expectations = Expectations(bench, options, self.predictor)
+        self._link_settings = LinkSettings()
+        self._link_facts: dict[str, Any] = {}
+        self._again = 0
 
     # ---- routing and predictions
 
@@ -135,52 +171,82 @@ class _Measurement:
 
     # ---- measuring
 
-    def run(self) -> dict[str, Any]:
-        options = self.options
-        link, link_facts = self._link()
-        sizes = self.sizes
+    def try_out(self) -> Trial:
+        """Run the first system once at the first fraction, to know how long the measurement takes."""
+        started = time.perf_counter()
+        done = self._run_system(self.options.systems[0], self._measured[0], LinkSettings())
+        measured = done.ttft + sum(done.steps) * (1 + self.options.warmup_tokens / self.options.tokens)
+        return Trial(max(0.0, time.perf_counter() - started - measured), done.ttft, done.tpot)
+
+    def run(self) -> None:
+        """Run everything; what an interrupt leaves is in :meth:`result`.
+
+        Raises:
+            MoechatError: Blocks cannot be read.
+        """
+        link = LinkSettings()
+        if self.options.expect:
+            link, self._link_facts = self._link()
+        self._link_settings = link
         unhindered = LinkSettings(kind="sim", copy=self._bytes_matter)
-        floor = self._resident_tier(max(pages for _, pages in sizes), unhindered)
-        cases, floors, slow = [], [], []
+        floor = self._resident_tier(max(at.pages for at in self._measured), unhindered)
         try:
-            for fraction, pages in sizes:
-                runs: dict[str, list[Run]] = {system.name: [] for system in options.systems}
-                self.recorded = {}
-                here, busy = [], []
-                for turn in range(options.runs):
-                    said = f"{fraction:.3g} of the experts, run {turn + 1} of {options.runs}"
-                    if floor is not None:
-                        here.append(self.runs.run(floor, unhindered))
-                        self.report(f"{said}, everything in memory: {1000 * here[-1].tpot:.1f} ms a token")
-                        if link.kind == "file":
-                            busy.append(self.runs.run_under_load(floor, unhindered, link, here[-1]))
-                            shown = f"{1000 * busy[-1].tpot:.1f} ms a token"
-                            self.report(f"{said}, everything in memory, the link kept busy: {shown}")
-                    for system in options.systems:
-                        done = self._run_system(system, pages, link)
-                        runs[system.name].append(done)
-                        self.report(f"{said}, {system.name}: {1000 * done.tpot:.1f} ms a token")
-                floors += here
-                least = statistics.median(run.tpot for run in here) if here else None
-                timing = self._timing(here, link, link_facts["bandwidth"])
-                slower = _slower(here, busy)
-                slow += [slower] if busy else []
-                cases += [
-                    case_figures(
-                        system,
-                        runs[system.name],
-                        fraction=fraction,
-                        pages=pages,
-                        page_bytes=self.bench.store.geometry.record_bytes,
-                        bandwidth=link_facts["bandwidth"],
-                        floor=least,
-                        predicted=self._predicted(system, timing, slower),
-                    )
-                    for system in options.systems
-                ]
+            for at in self._measured:
+                for turn in range(self.options.runs):
+                    self._take_turn(at, turn, floor, unhindered, link)
         finally:
             if floor is not None:
                 floor.close()
+
+    def run_again(self, systems: Mapping[float, Collection[str]], turn: str) -> None:
+        """Run some systems once more, after :meth:`run`.
+
+        Args:
+            systems: Their names, by fraction.
+            turn: Words for the report.
+
+        Raises:
+            MoechatError: Blocks cannot be read.
+        """
+        self._again += 1
+        # Another one is the first in every turn, because what ran before may matter.
+        first = self._again % len(self.options.systems)
+        order = (*self.options.systems[first:], *self.options.systems[:first])
+        for at in self._measured:
+            for system in order:
+                if system.name in systems.get(at.fraction, ()):
+                    done = self._run_system(system, at, self._link_settings)
+                    at.runs[system.name].append(done)
+                    self.report(
+                        f"{at.fraction:.3g} of the experts, {turn}, {system.name}: "
+                        f"{1000 * done.tpot:.1f} ms a token"
+                    )
+
+    def _take_turn(
+        self, at: _Fraction, turn: int, floor: ExpertTier | None, unhindered: LinkSettings, link: LinkSettings
+    ) -> None:
+        """Run every system once at one fraction."""
+        said = f"{at.fraction:.3g} of the experts, run {turn + 1} of {self.options.runs}"
+        if floor is not None:
+            at.floors.append(self.runs.run(floor, unhindered))
+            self.report(f"{said}, everything in memory: {1000 * at.floors[-1].tpot:.1f} ms a token")
+            if link.kind == "file" and self.options.expect:
+                at.busy.append(self.runs.run_under_load(floor, unhindered, link, at.floors[-1]))
+                shown = f"{1000 * at.busy[-1].tpot:.1f} ms a token"
+                self.report(f"{said}, everything in memory, the link kept busy: {shown}")
+        for system in self.options.systems:
+            done = self._run_system(system, at, link)
+            at.runs[system.name].append(done)
+            self.report(f"{said}, {system.name}: {1000 * done.tpot:.1f} ms a token")
+
+    # ---- the result
+
+    def result(self) -> dict[str, Any]:
+        """The result of all runs so far, as JSON types; at least one must have ended."""
+        options, link_facts = self.options, self._link_facts
+        floors = self.floors
+        busy = [at for at in self._measured if at.busy]
+        slow = [_slower(at.floors, at.busy) for at in busy]
         return {
             "format": FORMAT,
             "model": self._model_facts(),
@@ -197,7 +263,7 @@ class _Measurement:
                 "runs": options.runs,
             },
             "routing": self._routing_facts(),
-            "prediction": self._prediction_facts(),
+            "prediction": self._prediction_facts() if options.expect else {"source": "next-router"},
             "link": {**link_facts, "slows_computing": statistics.median(slow) if slow else None},
             "resident": {
                 "ttft_s": spread([run.ttft for run in floors]),
@@ -205,8 +271,33 @@ class _Measurement:
             }
             if floors
             else None,
-            "cases": cases,
+            "cases": [case for at in self._measured for case in self._cases(at)],
         }
+
+    def _cases(self, at: _Fraction) -> list[dict[str, Any]]:
+        """Figures of the systems that were run at one fraction."""
+        bandwidth = self._link_facts.get("bandwidth")
+        least = statistics.median(run.tpot for run in at.floors) if at.floors else None
+        timing = None
+        if bandwidth is not None:
+            timing = self.expectations.timing(at.floors, self._link_settings, bandwidth)
+        slower = _slower(at.floors, at.busy)
+        return [
+            case_figures(
+                system,
+                at.runs[system.name],
+                fraction=at.fraction,
+                pages=at.pages,
+                page_bytes=self.bench.store.geometry.record_bytes,
+                bandwidth=bandwidth,
+                floor=least,
+                predicted=None
+                if timing is None
+                else self.expectations.seconds(system, *at.recorded[system.name], timing, slower),
+            )
+            for system in self.options.systems
+            if at.runs[system.name]
+        ]
 
     def _sizes(self) -> list[tuple[float, int]]:
         record_bytes = self.bench.store.geometry.record_bytes
@@ -277,63 +368,27 @@ class _Measurement:
         self.runs.run(near, link)
         return near
 
-    def _run_system(self, system: System, pages: int, link: LinkSettings) -> Run:
-        near = self.runs.near_tier(system.settings, pages, link)
+    @property
+    def floors(self) -> list[Run]:
+        """All runs so far with all experts in memory."""
+        return [run for at in self._measured for run in at.floors]
+
+    @property
+    def done(self) -> int:
+        """Number of runs so far."""
+        runs = [run for at in self._measured for each in at.runs.values() for run in each]
+        return len(self.floors) + len(runs)
+
+    def _run_system(self, system: System, at: _Fraction, link: LinkSettings) -> Run:
+        near = self.runs.near_tier(system.settings, at.pages, link)
         try:
             run = self.runs.run(near, link, fill=True)
-            if system.name not in self.recorded:
+            if self.options.expect and system.name not in at.recorded:
                 recorder: Any = near.runner
-                self.recorded[system.name] = recorder.routing(near.geometry.num_experts), tier_of(near)
+                at.recorded[system.name] = recorder.routing(near.geometry.num_experts), tier_of(near)
             return run
         finally:
             near.close()
-
-    # ---- predictions of the simulator
-
-    def _timing(self, floors: Sequence[Run], link: LinkSettings, bandwidth: float) -> Timing | None:
-        """Times for the simulator; ``None`` if not all experts fit in memory."""
-        if not floors:
-            return None
-        store, bench = self.bench.store, self.bench
-        if self.curve is None:
-            self.curve = kernel_curve(
-                store,
-                bench.top_k * store.geometry.blocks_per_expert,
-                activation_bits=bench.activation_bits,
-                seed=self.options.seed,
-            )
-        times = link_times(store, link, bandwidth)
-        return floor_timing(floors, bench.layers, self.curve, times)
-
-    def _predicted(self, system: System, timing: Timing | None, slower: float) -> float | None:
-        """Median seconds per token by the simulator, comparable to the measured median.
-
-        Args:
-            system: The measured system.
-            timing: Times with an idle link.
-            slower: Relative increase of times while the link is busy.
-        """
-        if timing is None:
-            return None
-        recorded, tier = self.recorded[system.name]
-        if recorded.rankings is not None:
-            hidden_size = self.bench.store.geometry.hidden_size
-            more = predictor_seconds(self.predictor, self.bench.layers, hidden_size)
-            timing = replace(timing, attention=timing.attention + more)
-        done, share = None, 0.0
-        # Fixed-point iteration: the load of the link depends on the time per token, and vice versa.
-        for _ in range(_ROUNDS if slower else 1):
-            done = predict(
-                recorded,
-                system.settings,
-                tier,
-                slowed(timing, slower * share),
-                fill=self.options.fill_tokens,
-                timed=self.options.tokens,
-                hidden_size=self.bench.store.geometry.hidden_size,
-            )
-            share = 0.0 if done is None else busy_share(done)
-        return None if done is None else float(np.median(done.seconds))
 
     # ---- figures
 

@@ -69,6 +69,8 @@ class BenchOptions:
             delays of a simulated link, so that cache and policy are as after long use.
         runs: Number of runs of each system at each fraction.
         seed: Random seed.
+        expect: Compute what the simulator expects of each run, which takes more runs and the speeds of link
+            and kernels; only for a file link may it be left out.
 
     Raises:
         UsageError: A value is out of range.
@@ -86,6 +88,7 @@ class BenchOptions:
     fill_tokens: int = 0
     runs: int = 3
     seed: int = 0
+    expect: bool = True
 
     def __post_init__(self) -> None:
         if not self.systems:
@@ -109,6 +112,10 @@ class BenchOptions:
             require_whole(as_flag(name), getattr(self, name), least, _MOST)
         if self.fill_tokens and self.routing is None:
             raise UsageError("fill-tokens are taken from a trace; they need --routing")
+        if not self.expect and self.link.kind != "file":
+            raise UsageError(
+                "the speed of a simulated link depends on that of the kernels, which is left out"
+            )
 
     @property
     def all_tokens(self) -> int:

@@ -166,9 +166,10 @@ def predict(
         hidden_size: Hidden size of the model.
 
     Returns:
-        ``None`` for a static set, which the engine loads in another way.
+        ``None`` for a static set, which the engine loads in another way, and for predictors that learn from
+        requests, which were not recorded.
     """
-    if settings.policy == "static":
+    if settings.policy == "static" or settings.queues or settings.prefetch == "adaptive":
         return None
     expected = recorded.rankings
     if expected is None and settings.ranks:

@@ -32,7 +32,8 @@ and their keys; each key has double backquotes, and a test compares them with th
   - ``predicted_tpot_ms``: milliseconds for an output token that the simulator expects for the run, from the
     dense part, the kernels and the link as this measurement found them with everything in memory, over the
     idle link and, for a file link, beside the busy one, and ``predicted_ratio``, that over the measured
-    median. Both null where not everything fits in memory, or for a set chosen beforehand.
+    median. Both null where not everything fits in memory, for a set chosen beforehand, and for predictors
+    that learn from requests.
   - ``hits`` counts (token, expert) pairs: all blocks there (``hits.full``), there with the help of a prefetch
     (``hits.prefetch``), only top blocks there (``hits.top``), none there (``hits.miss``).
   - ``blocks_resident`` is the share of the wanted blocks that the cache held without a prefetch, and

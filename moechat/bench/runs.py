@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from moechat import _native
-from moechat.bench.call_timers import TimedCalls, TimedPredictor
+from moechat.bench.call_timers import TimedAdditivePredictor, TimedCalls, TimedPredictor
 from moechat.bench.decode import Bench
 from moechat.bench.figures import Run
 from moechat.bench.options import BenchOptions
@@ -20,8 +21,11 @@ from moechat.bench.speeds import busy_link
 from moechat.configurator.systems import CacheSettings
 from moechat.errors import MoechatError
 from moechat.loading import gather_knowledge
+from moechat.loading.learned import requests_for
+from moechat.models.router_search import find_routers
 from moechat.offload.experts import RunsExperts
-from moechat.offload.host import HostPlacement
+from moechat.offload.host import MOST_AHEAD, HostPlacement
+from moechat.offload.requests import Requests
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.offload.watching import TierWatch
@@ -82,7 +86,8 @@ class Runs:
             self.bench.store,
             self.bench.top_k,
             link=link,
-            predictor=TimedPredictor(self.predictor),
+            predictor=self._timed_predictor(settings),
+            requests=self._requests(settings),
             replay=self.replay,
             activation_bits=self.bench.activation_bits,
         )
@@ -95,6 +100,20 @@ class Runs:
         recorder = Recorder(TimedCalls(near.runner), self.bench.layers)
         near.runner = recorder  # type: ignore[assignment]
         return near
+
+    def _timed_predictor(self, settings: CacheSettings) -> TimedPredictor | TimedAdditivePredictor:
+        """The predictor of one near tier; one that learns is new each time."""
+        if settings.prefetch != "adaptive" or self.replay is not None:
+            return TimedPredictor(self.predictor)
+        routers = find_routers(self.bench.model, self.bench.parts)
+        return TimedAdditivePredictor(routers, self.bench.store.geometry.num_experts, MOST_AHEAD)
+
+    def _requests(self, settings: CacheSettings) -> Requests | None:
+        """What predicts from earlier requests, as `moechat run` has learned it so far."""
+        bench = self.bench
+        return requests_for(
+            bench.store, bench.model, bench.parts, settings, bench.top_k, on_gpu=False, warn=lambda _: None
+        )
 
     def run_under_load(self, near: ExpertTier, own: LinkSettings, link: LinkSettings, alone: Run) -> Run:
         """Run a near tier with the link ``own`` while ``link`` is busy; ``alone`` is its run without load."""
@@ -114,11 +133,14 @@ class Runs:
                 with self._translate_errors(link):
                     self._fill(near, layers)
         with bench.experts(layers):
-            ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
-            rest = self.tokens[options.prompt_tokens :]
+            prompt, rest = self.tokens[: options.prompt_tokens], self.tokens[options.prompt_tokens :]
+            near.begin_request(self, prompt)
+            self._begin_tokens(near, prompt)
+            ttft, decoding = bench.start(prompt)
             watch = TierWatch(near)
             watch.begin()
             for token in rest[: options.warmup_tokens]:
+                self._begin_tokens(near, [token])
                 watch.token(decoding.feed([token]))
             with self._translate_errors(link):
                 near.drain()
@@ -130,14 +152,25 @@ class Runs:
             bench.seconds_in_experts = 0.0
             steps = []
             for token in rest[options.warmup_tokens :]:
-                steps.append(decoding.feed([token]))
+                started = time.perf_counter()
+                self._begin_tokens(near, [token])
+                began = time.perf_counter() - started
+                steps.append(began + decoding.feed([token]))
                 watch.token(steps[-1])
+            near.end_request(self)
         seconds = {
             **calls.seconds,
             "predict": predictor.seconds,
             "experts": bench.seconds_in_experts,
         }
         return Run(ttft, tuple(steps), seconds, near.stats(), peak / calls.pages)
+
+    def _begin_tokens(self, near: ExpertTier, tokens: list[int]) -> None:
+        """Say that a pass of these tokens begins, as the engine does."""
+        if len(tokens) == 1:
+            near.begin_pass(self, tokens[0])
+        if near.settings.predicts and self.replay is None:
+            near.begin_tokens(tokens)
 
     @contextmanager
     def _translate_errors(self, link: LinkSettings) -> Iterator[None]:

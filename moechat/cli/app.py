@@ -10,6 +10,7 @@ import typer
 
 from moechat.cli.arguments import register
 from moechat.cli.commands.bench_arguments import BenchCommand
+from moechat.cli.commands.compare_arguments import CompareCommand
 from moechat.cli.commands.config_arguments import config_app
 from moechat.cli.commands.count_arguments import CountCommand
 from moechat.cli.commands.help import register_help
@@ -192,6 +193,12 @@ def _bench(command: BenchCommand) -> int:
     return bench(command)
 
 
+def _compare(command: CompareCommand) -> int:
+    from moechat.cli.commands.compare import compare
+
+    return compare(command)
+
+
 def _count(command: CountCommand) -> int:
     from moechat.cli.commands.count import count
 
@@ -231,6 +238,7 @@ def _tune(command: TuneCommand) -> int:
 register(_commands, "run", RunOptions, _run)
 register(_commands, "serve", ServeCommand, _serve)
 register(_commands, "bench", BenchCommand, _bench)
+register(_commands, "compare", CompareCommand, _compare)
 register(_commands, "plan", PlanCommand, _plan)
 register(_commands, "profile", ProfileCommand, _profile)
 register(_commands, "simulate", SimulateCommand, _simulate)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moechat.cli.completion.completers import complete_system_list
+from moechat.cli.completion.completers import complete_machines, complete_system_list
 
 Action = Callable[[], int]
 Completer = Callable[[str], list[str]]
@@ -56,5 +57,16 @@ Systems = Annotated[
         "S,S",
         "NAME or NAME:KEY=VALUE,KEY=VALUE; the others are compared with the first.",
         complete_system_list,
+    ),
+]
+Out = Annotated[Path | None, option("FILE", "Also write the JSON object to a file.")]
+Plot = Annotated[Path | None, option("FILE", "Draw time per token over memory: .png, .svg or .pdf.")]
+ReplayedOn = Annotated[
+    str | None,
+    option(
+        "NAME",
+        "A reference machine (moechat profile --list) or a .toml file of the same format; this "
+        "machine's measured profile if not given.",
+        complete_machines,
     ),
 ]

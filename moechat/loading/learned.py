@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from moechat.configurator.systems import CacheSettings
-from moechat.models.router_search import find_routers
-from moechat.models.skeleton import Skeleton
+from moechat.models.router_search import ExpertLayer, find_routers
 from moechat.offload.requests import Requests
 from moechat.predict.learned_file import learned_path, load_learned
 from moechat.routing.statistics_file import model_key
@@ -20,7 +21,8 @@ from moechat.store.store import Store
 
 def requests_for(
     store: Store,
-    skeleton: Skeleton,
+    model: nn.Module,
+    experts_modules: Iterable[ExpertLayer],
     settings: CacheSettings,
     top_k: int,
     *,
@@ -31,7 +33,8 @@ def requests_for(
 
     Args:
         store: The model.
-        skeleton: With its weights.
+        model: With its dense weights.
+        experts_modules: Its expert layers, in order.
         settings: Settings of the near tier.
         top_k: Experts that a router chooses.
         on_gpu: The hidden states lie in a GPU's memory: of a router only the chosen experts' weights are
@@ -41,8 +44,9 @@ def requests_for(
     layers, experts = len(store.layers), store.geometry.num_experts
 
     def embed(token: int) -> npt.NDArray[np.float32] | None:
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         with torch.inference_mode():
-            found = skeleton.model.get_input_embeddings()(torch.tensor([token]))[0]
+            found = embedding(torch.tensor([token]))[0]
         values: npt.NDArray[np.float32] = found.float().numpy()
         return values
 
@@ -53,5 +57,5 @@ def requests_for(
         return None
     key = model_key(store.manifest.source.fingerprint, layers=layers, experts=experts, top_k=top_k)
     load_learned(learned_path(settings.prefetch, key), predictor, warn)
-    routers = find_routers(skeleton.model, skeleton.experts) if predictor.needs_gates and not on_gpu else ()
+    routers = find_routers(model, experts_modules) if predictor.needs_gates and not on_gpu else ()
     return Requests(layers, experts, predictor=predictor, routers=routers)

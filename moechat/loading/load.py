@@ -128,7 +128,13 @@ def _load(
                 link=offload.link,
                 predictor=offload.predictor or predictor,
                 requests=requests_for(
-                    store, skeleton, settings, outline.top_k, on_gpu=gpu is not None, warn=notes.append
+                    store,
+                    skeleton.model,
+                    skeleton.experts,
+                    settings,
+                    outline.top_k,
+                    on_gpu=gpu is not None,
+                    warn=notes.append,
                 ),
                 replay=offload.replay,
                 activation_bits=options.activation_bits,

@@ -35,7 +35,7 @@ from moechat.sizes.dense_types import resolve_type
 from moechat.store.store import Store
 
 # Most layers ahead of a prediction; as CacheSettings.lookahead.
-_MOST_AHEAD = 8
+MOST_AHEAD = 8
 
 
 class HostPlacement:
@@ -83,7 +83,7 @@ class HostPlacement:
         if prefetch == "adaptive":
             routers = find_routers(skeleton.model, skeleton.experts)
             experts = max(entry.num_experts for entry in skeleton.experts)
-            return native_modules, AdditivePredictor(routers, experts, _MOST_AHEAD)
+            return native_modules, AdditivePredictor(routers, experts, MOST_AHEAD)
         return native_modules, None
 
     def read_far(

@@ -154,10 +154,10 @@ class Comparison:
         self.costs = _costs(profile, shape, self.near, options.bandwidth)
         self.timing = self._timing(profile, self.costs)
         # Of a GPU that holds every expert.
-        self._timing_ahead = self.timing
+        self._costs_ahead, self._timing_ahead = self.costs, self.timing
         if self.near == "gpu":
-            ahead = _costs(profile, shape, self.near, options.bandwidth, ahead=True)
-            self._timing_ahead = self._timing(profile, ahead)
+            self._costs_ahead = _costs(profile, shape, self.near, options.bandwidth, ahead=True)
+            self._timing_ahead = self._timing(profile, self._costs_ahead)
         self.rankings: dict[int, Ints] = {}
         self.accuracy = accuracy_by_layer(shape.layers, options.accuracy)
         self._statistics: dict[tuple[Any, ...], RoutingStatistics] = {}
@@ -186,6 +186,12 @@ class Comparison:
         else:
             figures = self._played(self.strategy(settings, fraction), fraction)
         return {"system": name, "fraction": fraction, **figures, **self.facts}
+
+    @property
+    def floor_ms(self) -> float:
+        """Milliseconds per token where all experts are near."""
+        costs = self._costs_ahead
+        return 1000 * (costs.head + self.model.shape.layers * (costs.attention + costs.moe))
 
     def _in_hindsight(self, settings: CacheSettings, fraction: float) -> dict[str, Any]:
         """Figures of the fastest: the ways to use the future, those of auto, and all other systems.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moechat.errors import MoechatError, UsageError
 SUFFIXES = (".png", ".svg", ".pdf")
 _MARKERS = "osD^vP*XhpdH"
 _GIBI = float(1 << 30)
+_MEBI = float(1 << 20)
 
 
 def check_plot(path: Path) -> None:
@@ -36,6 +38,47 @@ def _matplotlib(module: str) -> Any:
         ) from problem
 
 
+@dataclass(frozen=True)
+class Point:
+    """Time per token with an amount of memory.
+
+    Attributes:
+        nbytes: Bytes for experts.
+        ms: Milliseconds per token.
+        low: The fastest run; ``None``: there was only one.
+        high: The slowest run.
+    """
+
+    nbytes: float
+    ms: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Time per token over memory.
+
+    Attributes:
+        title: Text above it.
+        lines: Points by system, with ascending memory.
+        all_bytes: Bytes of all experts.
+        floor_ms: Milliseconds per token with all experts in memory, if known.
+        above: The system whose line is drawn above the others.
+    """
+
+    title: str
+    lines: Mapping[str, Sequence[Point]]
+    all_bytes: int
+    floor_ms: float | None = None
+    above: str = "auto"
+
+    @property
+    def single(self) -> bool:
+        """Whether there is only one amount of memory, so that there are no lines."""
+        return len({point.nbytes for line in self.lines.values() for point in line}) == 1
+
+
 def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw results of one trace, model and machine.
 
@@ -47,71 +90,107 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
         UsageError: As :func:`check_plot`.
         MoechatError: The file cannot be written.
     """
-    check_plot(path)
     first = cases[0]
+    everything = first["experts_total_bytes"]
+    lines: dict[str, list[Point]] = {}
+    for case in cases:
+        # The budget, even if a system does not use all of it, so that lines can be compared at equal budgets.
+        lines.setdefault(case["system"], []).append(Point(case["fraction"] * everything, case["tpot_ms"]))
+    title = f"{first['model']}, {first['bits']} bits, on {first['profile']} (simulated)"
+    draw_chart(Chart(title, lines, everything), path)
+
+
+def draw_chart(chart: Chart, path: Path) -> None:
+    """Draw a chart.
+
+    Args:
+        chart: The chart.
+        path: File to write.
+
+    Raises:
+        UsageError: As :func:`check_plot`.
+        MoechatError: The file cannot be written.
+    """
+    check_plot(path)
     figure = _matplotlib("figure").Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    if len({case["fraction"] for case in cases}) == 1:
-        _draw_bars(axes, cases)
+    if chart.single:
+        _draw_bars(axes, chart)
     else:
-        _draw_lines(axes, cases)
-    axes.set_title(f"{first['model']}, {first['bits']} bits, on {first['profile']} (simulated)", fontsize=11)
+        _draw_lines(axes, chart)
+    axes.set_title(chart.title, fontsize=11)
     try:
         figure.savefig(path)
     except OSError as problem:
         raise MoechatError(f"{path} cannot be written: {problem.strerror}") from problem
 
 
-def _draw_bars(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+def _unit(nbytes: float) -> tuple[str, float]:
+    """The unit of an axis up to so many bytes, and its size."""
+    return ("GiB", _GIBI) if nbytes >= 0.1 * _GIBI else ("MiB", _MEBI)
+
+
+def _draw_bars(axes: Any, chart: Chart) -> None:
     """Draw a bar for each system, the fastest at the top."""
-    ordered = sorted(cases, key=lambda case: -case["tpot_ms"])
-    names = [case["system"] for case in ordered]
-    colours = ["C1" if name.partition(":")[0] == "auto" else "C0" for name in names]
-    bars = axes.barh(range(len(ordered)), [case["tpot_ms"] for case in ordered], color=colours, height=0.7)
-    axes.set_yticks(range(len(ordered)), names)
+    ordered = sorted(chart.lines, key=lambda name: -chart.lines[name][0].ms)
+    points = [chart.lines[name][0] for name in ordered]
+    colours = ["C1" if name.partition(":")[0] == "auto" else "C0" for name in ordered]
+    bars = axes.barh(range(len(ordered)), [point.ms for point in points], color=colours, height=0.7)
+    axes.set_yticks(range(len(ordered)), ordered)
     axes.bar_label(bars, fmt="{:.4g}", padding=4, fontsize=9)
     axes.margins(x=0.12)
-    everything = cases[0]["experts_total_bytes"] / _GIBI
-    fraction = cases[0]["fraction"]
+    if chart.floor_ms is not None:
+        axes.axvline(chart.floor_ms, color="0.35", linestyle=":", linewidth=1.4)
+    unit, size = _unit(chart.all_bytes)
+    kept = points[0].nbytes
     axes.set_xlabel(
-        f"milliseconds per token, with {fraction * everything:.3g} GiB for experts "
-        f"({fraction:.3g} of {everything:.1f} GiB)"
+        f"milliseconds per token, with {kept / size:.3g} {unit} for experts "
+        f"({kept / chart.all_bytes:.3g} of {chart.all_bytes / size:.1f} {unit})"
+        + ("" if chart.floor_ms is None else f"; dotted: all of them in memory, {chart.floor_ms:.4g}")
     )
     axes.grid(axis="x", alpha=0.25)
 
 
-def _draw_lines(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+def _draw_lines(axes: Any, chart: Chart) -> None:
     """Draw a line for each system over the memory."""
     ticker = _matplotlib("ticker")
-    everything = cases[0]["experts_total_bytes"] / _GIBI
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for case in cases:
-        # The budget, even if a system does not use all of it, so that lines can be compared at equal budgets.
-        lines.setdefault(case["system"], []).append((case["fraction"] * everything, case["tpot_ms"]))
-    order = sorted(lines, key=lambda name: -max(value for _, value in lines[name]))
+    unit, size = _unit(chart.all_bytes)
+    lines = chart.lines
+    order = sorted(lines, key=lambda name: -max(point.ms for point in lines[name]))
     for at, name in enumerate(order):
-        memory, times = zip(*sorted(lines[name]), strict=True)
+        points = sorted(lines[name], key=lambda point: point.nbytes)
+        colour = f"C{at % 10}"
+        memory = [point.nbytes / size for point in points]
         axes.plot(
             memory,
-            times,
+            [point.ms for point in points],
             label=name,
-            color=f"C{at % 10}",
+            color=colour,
             linestyle="-" if at < 10 else "--",
             marker=_MARKERS[at % len(_MARKERS)],
             markersize=5,
             linewidth=2.4 if name.partition(":")[0] == "auto" else 1.4,
         )
+        lows = [point.ms if point.low is None else point.low for point in points]
+        highs = [point.ms if point.high is None else point.high for point in points]
+        if lows != highs:
+            axes.vlines(memory, lows, highs, color=colour, alpha=0.45, linewidth=3)
+    if chart.floor_ms is not None:
+        axes.axhline(
+            chart.floor_ms, color="0.35", linestyle=":", linewidth=1.4, label="all experts in memory"
+        )
     plain = ticker.FuncFormatter(lambda value, _: f"{value:g}")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_formatter(plain if _narrow(cases) else ticker.NullFormatter())
+    axes.yaxis.set_minor_formatter(plain if _narrow(chart) else ticker.NullFormatter())
     axes.set_ylabel("milliseconds per token")
-    axes.set_xlabel(f"memory for experts, GiB (all of them: {everything:.1f})")
+    axes.set_xlabel(f"memory for experts, {unit} (all of them: {chart.all_bytes / size:.1f})")
     axes.grid(which="both", alpha=0.25)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
-def _narrow(cases: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all times lie within a factor of 10, so that labels at powers of ten are not enough."""
-    times = [case["tpot_ms"] for case in cases]
-    return bool(max(times) < 10 * min(times))
+def _narrow(chart: Chart) -> bool:
+    """Whether there are too few powers of ten among the times to read them."""
+    times = [point.ms for line in chart.lines.values() for point in line]
+    times += [] if chart.floor_ms is None else [chart.floor_ms]
+    return bool(max(times) < 30 * min(times))

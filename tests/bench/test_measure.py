@@ -275,7 +275,7 @@ def test_more_tokens_than_the_context_holds_are_refused(engine: Engine) -> None:
 
 
 def test_a_prompt_is_repeated_and_answered_greedily(engine: Engine) -> None:
-    work = measure._Measurement(Bench(engine), options(), [5, 6, 7, 8], lambda _: None)
+    work = measure.Measurement(Bench(engine), options(), [5, 6, 7, 8], lambda _: None)
     assert work.runs.tokens[:6] == [5, 6, 7, 8, 5, 6]
     steps = engine.generate([5, 6, 7, 8, 5, 6], max_new_tokens=9, temperature=0.0)
     assert work.runs.tokens[6:] == [step.token_id for step in steps]

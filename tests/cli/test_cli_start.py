@@ -137,10 +137,10 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     assert offered == {f"--{name}" for name in wanted.split()}
 
 
-COMMANDS = (
-    "run serve ps stop bench plan profile simulate trace tune count doctor download list show rm sessions "
-    "config"
-)
+COMMANDS = """
+run serve ps stop bench compare plan profile simulate trace tune count doctor download list show rm sessions
+config
+"""
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split()])

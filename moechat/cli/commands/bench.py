@@ -46,7 +46,7 @@ def bench(command: BenchCommand) -> int:
     _check_before_loading(command, options)
     engine, cuts = _load(command)
     report = (lambda _: None) if command.quiet else print_notice
-    result = run_bench(engine, options, prompt=_prompt(engine), report=report)
+    result = run_bench(engine, options, prompt=prompt_of(engine), report=report)
     synthetic = str(result["model"]["source"]).startswith("synthetic ")
     result["assumptions"] = assumptions(result, cuts, random_weights=synthetic)
     text = json.dumps(result, indent=1) + "\n"
@@ -55,11 +55,16 @@ def bench(command: BenchCommand) -> int:
     finally:
         # Also after stdout failed, because the measurement took minutes.
         if out is not None:
-            _keep(out, text)
+            keep_result(out, text)
     return 0
 
 
-def _keep(out: Path, text: str) -> None:
+def keep_result(out: Path, text: str) -> None:
+    """Write the JSON object to a file.
+
+    Raises:
+        MoechatError: It cannot be written.
+    """
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as problem:
@@ -142,7 +147,7 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
     return engine, cuts
 
 
-def _prompt(engine: Engine) -> list[int] | None:
+def prompt_of(engine: Engine) -> list[int] | None:
     """Tokens of the prompt; ``None`` without a tokenizer: then they are random."""
     try:
         return engine.encode(_PROMPT)

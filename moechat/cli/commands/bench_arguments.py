@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from moechat.cli.completion.completers import complete_models, complete_shapes
 from moechat.cli.options import ModelOptions
-from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, flag, option
+from moechat.cli.parameters import Json, Out, Quiet, Seed, Systems, argument, flag, option
 from moechat.errors import UsageError
 
 _HELP = """\
@@ -87,7 +87,7 @@ class BenchCommand(ModelOptions):
     seed: Seed = 0
     wide: Annotated[bool, flag("Show all columns.", "--wide")] = False
     json: Json = False
-    out: Annotated[Path | None, option("FILE", "Also write the JSON object to a file.")] = None
+    out: Out = None
     quiet: Quiet = False
 
     def __post_init__(self) -> None:

@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar
 from moechat.chat.chat_options import require_setting
 from moechat.cli.completion.completers import (
     complete_bits,
-    complete_machines,
     complete_models,
     complete_plannable,
     complete_tiers,
 )
 from moechat.cli.options import MemoryOptions
-from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, flag, option
+from moechat.cli.parameters import Json, Plot, Quiet, ReplayedOn, Seed, Systems, argument, flag, option
 from moechat.configurator.systems import SYSTEMS
 from moechat.options import as_flag
 from moechat.validation import require_whole
@@ -63,15 +62,7 @@ class SimulateCommand:
     fractions: Annotated[str, option("F,F", "Shares of all experts that fit, such as 0.25 or 1/4.")] = (
         "0.125,0.25,0.5"
     )
-    profile: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "A reference machine (moechat profile --list) or a .toml file of the same format; this "
-            "machine's measured profile if not given.",
-            complete_machines,
-        ),
-    ] = None
+    profile: ReplayedOn = None
     model: Annotated[
         str | None,
         option(
@@ -106,9 +97,7 @@ class SimulateCommand:
     seed: Seed = 0
     wide: Annotated[bool, flag("Show all columns.", "--wide")] = False
     json: Annotated[bool, flag("Print the results as a JSON list.", "--json")] = False
-    plot: Annotated[Path | None, option("FILE", "Draw time per token over memory: .png, .svg or .pdf.")] = (
-        None
-    )
+    plot: Plot = None
     quiet: Quiet = False
 
 

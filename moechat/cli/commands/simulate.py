@@ -38,7 +38,7 @@ def simulate(command: SimulateCommand) -> int:
 
     options = _options(command)
     trace = Trace.read(command.trace)  # before the machine: a wrong file is the cheaper error
-    profile = _profile(command.profile)
+    profile = profile_of(command.profile)
 
     from moechat.simulate.compare import Comparison
     from moechat.simulate.simulated_model import model_for
@@ -87,7 +87,12 @@ def _options(command: SimulateCommand) -> SimulateOptions:
     )
 
 
-def _profile(name: str | None) -> HardwareProfile:
+def profile_of(name: str | None) -> HardwareProfile:
+    """The profile of a machine; ``None``: this one.
+
+    Raises:
+        UsageError: It has not been measured, or there is no such profile.
+    """
     from moechat.hardware.measured_file import load_measured
     from moechat.hardware.profile_file import read_profile, reference_names, reference_profile
 

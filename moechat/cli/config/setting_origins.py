@@ -47,7 +47,7 @@ _EXCLUSIVE = (
     ("quiet", "verbose"),
 )
 # Commands whose MODEL may be a preset.
-_TAKES_OWN_NAMES = frozenset(("run", "serve", "plan", "count", "bench", "trace"))
+_TAKES_OWN_NAMES = frozenset(("run", "serve", "plan", "count", "bench", "compare", "trace"))
 _OWN, _ORIGINS, _PRESET = "moechat.own names", "moechat.origins of a preset", "moechat.preset"
 
 

@@ -23,7 +23,10 @@ _TITLES = {
     "load": "loading",
     "tune": "timing plans for this machine",
     "synthetic": "writing random weights",
+    "compare": "comparing",
 }
+# Stages whose progress is not in bytes.
+_IN_STEPS = ("tune", "compare")
 _FIRST_LINE_AFTER_S = 3.0
 _LINE_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
@@ -111,7 +114,7 @@ class LoadProgress:
             return
         if self._bar is not None and self._task is not None:
             self._shown_at = now
-            in_bytes = report.total is not None and report.total > 1 and report.stage != "tune"
+            in_bytes = report.total is not None and report.total > 1 and report.stage not in _IN_STEPS
             size = f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else ""
             if report.stage == "download":
                 size += self._rate(report, now)
@@ -144,9 +147,10 @@ class LoadProgress:
     def _line(self, report: Progress, now: float) -> str:
         words = [_TITLES.get(report.stage, report.stage)]
         if report.total is not None and report.total > 1 and report.stage != "tune":
-            words.append(f"{format_bytes(report.done)} of {format_bytes(report.total)}")
+            if report.stage not in _IN_STEPS:
+                words.append(f"{format_bytes(report.done)} of {format_bytes(report.total)}")
             gained = report.done - self._stage_first_done
-            if gained > 0:
+            if gained > 0 and report.done < report.total:
                 left = (report.total - report.done) * (now - self._stage_started) / gained
                 words.append(f"{format_seconds(left)} left")
         if report.detail:
@@ -187,6 +191,12 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes}:{rest:02d} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d} h"
+
+
+def about_seconds(seconds: float) -> str:
+    """An estimate in whole seconds, at least one: ``42 s`` or ``3:05 min``."""
+    whole = max(1, round(seconds))
+    return f"{whole} s" if whole < 60 else format_seconds(whole)
 
 
 def _make_bar() -> Bar:

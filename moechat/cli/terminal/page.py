@@ -43,6 +43,12 @@ class Page:
         """Add a line, never wrapped, with control characters made visible."""
         self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
 
+    def picture_line(self, line: str) -> None:
+        """Add a line with control sequences for colors, as it is."""
+        from rich.text import Text
+
+        self.console.print(Text.from_ansi(line), soft_wrap=True)
+
     def paragraph(self, text: str, style: str = "") -> None:
         """Add text that is wrapped between words."""
         self.console.print(neutralise(text), style=style or None, soft_wrap=False, markup=False)
