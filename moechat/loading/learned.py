@@ -14,6 +14,7 @@ from moechat.configurator.systems import CacheSettings
 from moechat.models.router_search import ExpertLayer, find_routers
 from moechat.offload.requests import Requests
 from moechat.predict.learned_file import learned_path, load_learned
+from moechat.predict.preload import PreloadPredictor
 from moechat.routing.statistics_file import model_key
 from moechat.simulate.request_queues import request_predictor
 from moechat.store.store import Store
@@ -29,7 +30,10 @@ def requests_for(
     on_gpu: bool,
     warn: Callable[[str], None],
 ) -> Requests | None:
-    """The predictors of a model, with what earlier runs have learned; ``None``: the settings need none.
+    """The predictors of a model, with what earlier runs have learned; ``None``: there is none.
+
+    Settings whose counts begin anew with each request take the predictor by the prompt that a tuned
+    checkpoint has (``moechat tune``).
 
     Args:
         store: The model.
@@ -54,8 +58,21 @@ def requests_for(
         settings, layers, experts, top_k, embed=(lambda _: None) if on_gpu else embed
     )
     if predictor is None:
-        return None
+        return _by_prompt(store, model, layers, experts) if settings.per_request else None
     key = model_key(store.manifest.source.fingerprint, layers=layers, experts=experts, top_k=top_k)
     load_learned(learned_path(settings.prefetch, key), predictor, warn)
     routers = find_routers(model, experts_modules) if predictor.needs_gates and not on_gpu else ()
     return Requests(layers, experts, predictor=predictor, routers=routers)
+
+
+def _by_prompt(store: Store, model: nn.Module, layers: int, experts: int) -> Requests | None:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    weight = getattr(embedding, "weight", None)
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = embedding(ids.to(device)).float().cpu()
+        return values
+
+    found = PreloadPredictor.load(store.path, layers=layers, experts=experts, embed=embed)
+    return None if found is None else Requests(layers, experts, prompts=found)

@@ -40,7 +40,6 @@ class Requests:
         predictor: Learns from requests; ``None``: none does.
         routers: Router of each layer, for their distributions; ``None`` where it is not known.
         prompts: Predicts from prompts what to load beside them; ``None``: nothing is loaded.
-        prompt_experts: Experts of each layer that are loaded then.
     """
 
     def __init__(
@@ -51,31 +50,36 @@ class Requests:
         predictor: RequestPredictor | None = None,
         routers: Sequence[Distributing | None] = (),
         prompts: PromptPredictor | None = None,
-        prompt_experts: int = 0,
     ) -> None:
         self._layers, self._experts = layers, experts
         self.predictor = predictor
         self._routers = routers
         self._prompts = prompts
-        self._prompt_experts = min(prompt_experts, experts)
         self._open = False  # a pass of one token is under way that is observed
 
-    def begin(self, runner: _native.ExpertRunner, key: object, ids: Sequence[int]) -> None:
+    def begin(
+        self,
+        runner: _native.ExpertRunner,
+        key: object,
+        ids: Sequence[int],
+        kept: npt.NDArray[np.int32],
+    ) -> None:
         """A request begins.
 
         Args:
             runner: The tier's.
             key: The request.
             ids: Its prompt.
+            kept: int32 ``[layers]``: experts that each layer keeps.
         """
         runner.begin_request()
         if self.predictor is not None:
             self.predictor.begin_request(key)
-        if self._prompts is not None and self._prompt_experts > 0:
-            scores = self._prompts.scores(ids)
-            best = np.argsort(-scores, axis=1, kind="stable")[:, : self._prompt_experts].astype(np.int32)
-            layers = np.repeat(np.arange(self._layers, dtype=np.int32), self._prompt_experts)
-            runner.prefetch_ahead(layers, best.reshape(-1), stays=True)
+        if self._prompts is not None:
+            order = np.argsort(-self._prompts.scores(ids), axis=1, kind="stable").astype(np.int32)
+            layers = np.repeat(np.arange(self._layers, dtype=np.int32), kept)
+            best = np.concatenate([row[:count] for row, count in zip(order, kept, strict=True)])
+            runner.prefetch_ahead(layers, best, stays=True)
 
     def begin_pass(self, runner: _native.ExpertRunner, key: object, token: int) -> None:
         """A token of a request is decoded alone.

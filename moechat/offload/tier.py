@@ -26,6 +26,7 @@ from moechat.budget.tier_targets import TierTargets, plan_tier
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.targets import EXPERTS
 from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.geometry import DEFAULT_ACTIVATION_BITS
@@ -461,7 +462,7 @@ class ExpertTier:
             key: The request.
             ids: Its prompt.
         """
-        self.requests.begin(self.runner, key, ids)
+        self.requests.begin(self.runner, key, ids, self.targets[:, EXPERTS])
 
     def begin_pass(self, key: object, token: int) -> None:
         """A token of a request is decoded alone."""
