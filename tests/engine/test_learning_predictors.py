@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import moechat
 from moechat import Engine
 from moechat.config import user_paths
 from moechat.offload.settings import OffloadOptions
+from moechat.predict.preload import PreloadPredictor
 from moechat.predict.token_lookup import TokenLookup
 
 SYSTEMS = ("moe-infinity", "finemoe")
@@ -197,3 +199,33 @@ def test_the_first_layer_is_fetched_by_the_token(monkeypatch: pytest.MonkeyPatch
             found.append(near.stats()["hits_prefetch"])
     assert answers[0] == answers[1]
     assert found[0] > found[1]
+
+
+def test_a_tuned_checkpoints_predictor_loads_experts_beside_the_prompt(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(chat_model, tuned)
+    with moechat.load(chat_model, offload=OffloadOptions(pages=6)) as engine:
+        expected = answer(engine)
+        near = engine.loaded.near
+        layers, experts = near.layers, near.geometry.num_experts
+        embedding = engine.loaded.model.get_input_embeddings()
+        width = embedding(torch.tensor([0])).shape[1]
+    favourite = torch.zeros(layers * experts)
+    favourite[experts - 1 :: experts] = 1  # of each layer the last expert, whatever the prompt is
+    PreloadPredictor(
+        (torch.zeros(3, width), torch.zeros(3)),
+        (torch.zeros(layers * experts, 3), favourite),
+        layers,
+        torch.nn.Embedding(200, width),
+    ).save(tuned / "preload.safetensors")
+    for directory in (tuned, chat_model):
+        with moechat.load(directory, system="melinoe", offload=OffloadOptions(pages=12)) as engine:
+            assert answer(engine) == expected
+            near = engine.loaded.near
+            kept = near.targets[:, 0]
+            assert kept.min() >= 1
+            moved = near.stats()["fetched_prefetch"]
+            # A prompt of this length streams no layer, and nothing is fetched ahead of a decoded token.
+            assert (moved > 0) == (directory == tuned)
