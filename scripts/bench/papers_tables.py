@@ -19,7 +19,7 @@ from moechat.routing.counter import statistics_of_trace
 from moechat.routing.trace import Trace
 from moechat.simulate.simulated_model import model_for
 
-# Popularity and repetition of OLMoE (scripts/bench/choice), and nearer to one sequence of a tuned model.
+# Popularity and repetition like OLMoE's (scripts/bench/choice).
 OLMOE_ROUTING = MadeRouting(16, 64, 8, 0.7, 0.35)
 TOKENS, WARMUP = 300, 700
 _SECONDS = 1e3  # milliseconds

@@ -59,7 +59,7 @@ def qwen(moe_share: float = 0.6, tokens: int = TOKENS, seed: int = 0) -> Setting
     return Setting(model, trace, qwen_costs(moe_share), accuracy=0.68, timed=200, seed=seed)
 
 
-def figure_4b(quick: bool) -> None:
+def figure_4b(quick: bool, seed: int) -> None:
     """The sweep of MoEpic's figure 4(b), over what the paper leaves open."""
     rows = []
     cases: list[tuple[float, Launch, bool]] = [
@@ -71,7 +71,7 @@ def figure_4b(quick: bool) -> None:
     ]
     splits = FEW_SPLITS if quick else SPLITS
     for moe_share, launch, ordered in cases[: 2 if quick else None]:
-        setting = replace(qwen(moe_share), launch=launch, ordered=ordered, _shared={})
+        setting = replace(qwen(moe_share, seed=seed), launch=launch, ordered=ordered, _shared={})
         times = [1000 * setting.run(split_system(split), 0.2).tpot for split in splits]
         more = [1000 * setting.run(name, 0.2).tpot for name in ("moepic", CACHE_ONLY, PREFETCH_ONLY)]
         rows.append(
@@ -140,6 +140,7 @@ def machines(
     system: str,
     *,
     ordered: bool,
+    seed: int = 0,
 ) -> None:
     """Print the times of every machine and model.
 
@@ -149,6 +150,7 @@ def machines(
         shares: Shares of the experts in the near tier.
         system: ``moepic`` fetches what is missing; ``auto`` divides it between link and CPU.
         ordered: As :class:`papers_player.Setting`.
+        seed: Of the predictions.
     """
     rows, gains = [], []
     for profile in profiles:
@@ -162,6 +164,7 @@ def machines(
                 timed=TIMED,
                 launch="card" if near == "gpu" else "host",
                 ordered=ordered,
+                seed=seed,
             )
             row = [f"{profile.name}, {model.name}"]
             for share in shares:
@@ -231,18 +234,22 @@ def windows(name: str, base: Setting, share: float, quick: bool) -> None:
 
 
 def report(
-    profiles: Sequence[HardwareProfile], models: Sequence[tuple[SimulatedModel, Trace]], *, quick: bool
+    profiles: Sequence[HardwareProfile],
+    models: Sequence[tuple[SimulatedModel, Trace]],
+    *,
+    quick: bool,
+    seed: int,
 ) -> None:
     """Print all of it."""
-    figure_4b(quick)
-    windows("Qwen1.5-MoE, made routing, the paper's times", qwen(), 0.2, quick)
+    figure_4b(quick, seed)
+    windows("Qwen1.5-MoE, made routing, the paper's times", qwen(seed=seed), 0.2, quick)
     fast = profiles[-1]
     for model, trace in models[: 1 if quick else 2]:
         placed = model.on("gpu")
-        base = Setting(placed, trace, costs_of(fast, placed.shape, near="gpu"), timed=TIMED)
+        base = Setting(placed, trace, costs_of(fast, placed.shape, near="gpu"), timed=TIMED, seed=seed)
         windows(f"{model.name}, {fast.name} with other links", base, 0.25, quick)
     shares = (0.25,) if quick else (0.125, 0.25, 0.5)
-    machines(profiles, models, shares, "moepic", ordered=True)
+    machines(profiles, models, shares, "moepic", ordered=True, seed=seed)
     if not quick:
-        machines(profiles, models, shares, "moepic", ordered=False)
-        machines(profiles, models, shares, "auto", ordered=True)
+        machines(profiles, models, shares, "moepic", ordered=False, seed=seed)
+        machines(profiles, models, shares, "auto", ordered=True, seed=seed)
