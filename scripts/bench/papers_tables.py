@@ -142,13 +142,8 @@ def moepic(inputs: Inputs) -> None:
         "0.5)",
         ["system", "theirs", "ours", "ratio"],
         _rows(setting, 96 / 256, ablation),
-<<<<<<< HEAD
-        "Theirs takes 46 % longer without it; ours is faster without. In the cells of `papers theta` its "
-        "plan takes up to 15 % more than θ = 1 in every layer, and up to 2 % less.",
-=======
         "Theirs takes 46 % longer without it, ours is faster. In the cells of `papers theta` its plan "
         "takes up to 15 % more than θ = 1 in every layer, and up to 2 % less.",
->>>>>>> papers
     )
 
 
