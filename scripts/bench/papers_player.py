@@ -16,6 +16,7 @@ from moechat.routing.drawn_predictions import accuracy_by_layer, draw_rankings
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 from moechat.simulate.choice import choose_strategy
+from moechat.simulate.request_queues import request_queues
 from moechat.simulate.run import SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
 from moechat.simulate.strategy import LOOKAHEAD
@@ -24,6 +25,7 @@ from moechat.simulate.timing import Launch, Timing, timing_of
 
 Ints = npt.NDArray[np.int32]
 _NOTE_WIDTH = 110
+REQUEST_TOKENS = 100
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,17 @@ class Setting:
             self.tier(settings, share),
             self._timing(),
             rankings=self._rankings(settings),
+            queues=request_queues(self._in_requests(), settings),
             warmup=warmup,
             hurried=warmup // 2,
         )
+
+    def _in_requests(self) -> Trace:
+        """The trace, cut into requests where it is one: made routing is the same in all of them."""
+        if self.trace.sequences > 1:
+            return self.trace
+        offsets = np.append(np.arange(0, self.trace.tokens, REQUEST_TOKENS), self.trace.tokens)
+        return replace(self.trace, offsets=offsets.astype(np.int64))
 
     def tier(self, settings: CacheSettings, share: float) -> Tier:
         """The near tier of a system, planned from the tokens before timing."""

@@ -347,12 +347,19 @@ def hits(inputs: Inputs) -> None:
                 for enters in (True, False)
             ]
             ranked = float(statistics_of_trace(trace, policy).hit_rate[:, cached].mean())
-            exact = setting.run(system, 0.25)
-            more = setting.run(system, 0.25 + trace.top_k / 2 / (trace.num_experts * trace.layers))
+            reserve = trace.top_k / 2 / (trace.num_experts * trace.layers)
+            runs = [
+                setting.run(f"{system},{admit}", share)
+                for admit, share in (
+                    ("admit=key", 0.25),
+                    ("admit=key", 0.25 + reserve),
+                    ("admit=always", 0.25 + reserve),
+                )
+            ]
             rows.append(
                 [
                     f"{name}, {policy}",
-                    *(f"{share:.3f}" for share in (*counted, ranked, exact.hits["full"], more.hits["full"])),
+                    *(f"{share:.3f}" for share in (*counted, ranked, *(run.hits["full"] for run in runs))),
                 ]
             )
     if not rows:
@@ -360,11 +367,52 @@ def hits(inputs: Inputs) -> None:
         return
     table(
         f"Hit rates with a quarter of the experts, {tokens} tokens, {warmup} of them before counting",
-        ["trace, policy", "all enter", "by key", "H(C)", "simulator", "and reserve"],
+        ["trace, policy", "all enter", "by key", "H(C)", "simulator", "and reserve", "all enter"],
         rows,
         "The first two share no code with moechat. `All enter`: what a token chose stays until the next "
-        "one, as in published systems. `By key`: what has the lowest key leaves, be it new, as moechat's "
-        "cache does: the same for LRU, but LFU then never lets in what has been used seldom so far. "
-        "H(C): ranks before each access, all tokens, for the configurator. The simulator's pages also "
-        "hold what is on its way, half of a token's experts; the last column adds pages for them.",
+        "one, as in published systems (`admit=always`). `By key`: what has the lowest key leaves, be it "
+        "new (`admit=key`): the same for LRU, but LFU then never lets in what has been used seldom so "
+        "far. H(C): ranks before each access, all tokens, for the configurator. The simulator's pages "
+        "also hold what is on its way, half of a token's experts; the last two columns add pages for "
+        "them.",
+    )
+    _policy_hits(inputs, tokens, warmup)
+
+
+# Hit rates of a simple replay of these traces, sequences shuffled, all experts admitted: gpt-oss-20b and
+# DeepSeek-V2-Lite.
+_REPLAYED: dict[str, tuple[float, float]] = {
+    "policy=lru": (0.647, 0.521),
+    "policy=lfu": (0.642, 0.501),
+    "policy=request,layer_factor=false": (0.677, 0.543),
+    "policy=discount": (0.679, 0.544),
+    "policy=lru,allocation=shared,victims=lowest": (0.603, 0.498),
+    "policy=lfu,allocation=shared,victims=lowest": (0.531, 0.405),
+    "policy=request,layer_factor=false,allocation=shared,victims=lowest": (0.654, 0.495),
+    "policy=request,allocation=shared,victims=lowest": (0.560, 0.430),
+}
+
+
+def _policy_hits(inputs: Inputs, tokens: int, warmup: int) -> None:
+    """Hit rates of the policies of the sister systems, a pool for each layer or one for all."""
+    rows = []
+    for number, name in enumerate(("gpt-oss-20b", "deepseek-v2-lite")):
+        if name not in inputs.traces:
+            continue
+        trace = inputs.traces[name].head(tokens)
+        costs = Costs(attention=1e-3, moe=1e-3, head=1e-3, load=1e-3)
+        setting = Setting(model_for(name, trace, 4), trace, costs, timed=trace.tokens - warmup)
+        reserve = trace.top_k / 2 / (trace.num_experts * trace.layers)
+        for keys, replayed in _REPLAYED.items():
+            ours = setting.run(f"on-demand:{keys},admit=always", 0.25 + reserve).hits["full"]
+            shown = keys.replace("policy=", "").replace(",allocation=shared,victims=lowest", ", one pool")
+            shown = shown.replace(",layer_factor=false", "") if "layer" in keys else shown
+            shown += ", 1 - l/L" if "request" in keys and "layer" not in keys else ""
+            rows.append([name, shown, f"{replayed[number]:.3f}", f"{ours:.3f}"])
+    table(
+        "Hit rates by policy, a quarter of the experts, nothing fetched ahead",
+        ["trace", "policy", "simple replay", "simulator"],
+        rows,
+        "The replay shuffles the sequences and has no pages for what is on its way; here they come in the "
+        "order of the trace. In one pool, what is on its way takes pages of all layers.",
     )
