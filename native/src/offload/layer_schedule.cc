@@ -109,8 +109,10 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   close_window();
   if (step_ != nullptr) {
     measure_step(tokens == 1);
-    step_->needed(layer, grouped_.experts.data(), grouped_.rows(),
-                  [&](std::int32_t expert) { return cache_.resident(layer, expert) == options_.blocks; });
+    if (tokens == 1) {
+      step_->needed(layer, grouped_.experts.data(), grouped_.rows(),
+                    [&](std::int32_t expert) { return cache_.resident(layer, expert) == options_.blocks; });
+    }
   }
   // What the CPU can compute is not worth waiting for in a queue. What is needed is divided anew below.
   if (miss != Miss::kFetch && tokens <= FarShare::kMostItems) transfers_.cancel_stale(layer);
