@@ -196,7 +196,7 @@ def test_a_recorded_trace_needs_no_model(cli: Cli, tmp_path: Path) -> None:
         (("demo", "--fractions", "2"), 2, "a fraction is 2"),
         (("demo", "--fractions", "half"), 2, "'half' is not a fraction"),
         (("demo", "--fractions", "1/2", "--ram", "1G"), 2, "--ram and --fractions exclude each other"),
-        (("demo", "--ram", "1G"), 2, "experts fit in 1G"),
+        (("demo", "--ram", "8G"), 2, "experts fit in 8G"),
         (("demo", "--ram", "1M"), 4, "MiB"),
         (("demo", "--runs", "0"), 2, "--runs is 0"),
         (("demo", "--tokens", "1"), 2, "--tokens is 1"),

@@ -46,7 +46,7 @@ def stored(cli: Cli) -> Cli:
 
 def test_commands_systems_and_machines_are_completed(cli: Cli) -> None:
     assert completed(cli, "moechat si") == ["simulate"]
-    assert completed(cli, "moechat run demo --system moe") == ["moepic"]
+    assert completed(cli, "moechat run demo --system moe") == ["moepic", "moe-infinity"]
     assert "rtx3060-12g" in completed(cli, "moechat plan mixtral --gpu rtx30")
 
 
