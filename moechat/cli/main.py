@@ -129,6 +129,7 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, _on_end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_end)
+    sys.unraisablehook = _on_unraisable
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -144,9 +145,29 @@ def _comes_later(number: int) -> bool:
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in _LARGE_LIBRARIES)
     if not any(getattr(spec, "_initializing", False) for spec in specs):
         return False
+    _send_again(number)
+    return True
+
+
+def _send_again(number: int) -> None:
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
-    return True
+
+
+def _on_unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """The interpreter has dropped an exception, as those that leave a finaliser: if it was to end the
+    command, the signal is sent again.
+    """
+    error = lost.exc_value
+    if error is None or not _is_interrupt(error):
+        sys.__unraisablehook__(lost)
+        return
+    if isinstance(error, Terminated):
+        number = error.status - 128
+        signal.signal(number, _on_end)
+        _send_again(number)
+    else:
+        _send_again(signal.SIGINT)
 
 
 def _on_end(number: int, frame: FrameType | None) -> None:

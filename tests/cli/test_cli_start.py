@@ -349,6 +349,31 @@ def test_the_process_ends_after_threads_and_cleaning_up_but_frees_no_objects(cli
         assert done.stdout.splitlines()[-2:] == ["thread", "cleaned up"]
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_during_a_finaliser_is_not_lost(cli: Cli, number: signal.Signals, status: int) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from moechat.cli import app, main\n"
+        "class Freed:\n"
+        "    def __del__(self):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(1000): pass\n"
+        "def command():\n"
+        "    del sys.modules['freed'].it\n"
+        "    time.sleep(20)\n"
+        "    return 0\n"
+        "freed = sys.modules['freed'] = type(sys)('freed')\n"
+        "freed.it = Freed()\n"
+        "app.parse = lambda _: command\n"
+        "sys.exit(main.main())\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, timeout=60)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_while_libraries_are_imported_end_the_program_soon_and_silently(
     cli: Cli, number: signal.Signals, status: int
