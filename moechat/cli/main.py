@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             announce()
     except BaseException as error:
-        status = _end(error)
+        status = _end(_origin(error))
     if arguments is None:
         _stop_handling_signals()
         end.status = status
@@ -217,6 +217,14 @@ def _end(error: BaseException) -> int:
         status = 0 if isinstance(error, BrokenPipeError) else _status(error)
     _discard_output()
     return status
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The signal behind an error: Python 3.11 makes a ``RuntimeError`` of what leaves ``__set_name__``."""
+    cause: BaseException | None = error
+    while isinstance(cause, RuntimeError):
+        cause = cause.__cause__
+    return error if cause is None or not _is_interrupt(cause) else cause
 
 
 def _is_interrupt(error: BaseException) -> bool:

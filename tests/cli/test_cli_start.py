@@ -352,6 +352,30 @@ def test_the_process_ends_after_threads_and_cleaning_up_but_frees_no_objects(cli
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
+def test_a_signal_while_a_class_is_made_keeps_its_status(
+    cli: Cli, number: signal.Signals, status: int
+) -> None:
+    script = (
+        "import os, sys\n"
+        "from moechat.cli import app, main\n"
+        "class Part:\n"
+        "    def __set_name__(self, owner, name):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(1000): pass\n"
+        "def command():\n"
+        "    type('Whole', (), {'part': Part()})\n"
+        "    return 0\n"
+        "app.parse = lambda _: command\n"
+        "sys.exit(main.main())\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, timeout=60)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_during_a_finaliser_is_not_lost(cli: Cli, number: signal.Signals, status: int) -> None:
     script = (
         "import os, sys, time\n"
