@@ -1274,6 +1274,7 @@ class ExpertRunner:
         admit: As for :class:`SplitExpertCache`; ``victims`` too.
         adaptive: Experts that an adaptive step fetches for a layer (ExpertFlow, section 3.2); 0: the step is
             not adaptive.
+        adaptive_most: Most layers ahead of such a step; of a timeline, its ``lookahead``.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1306,6 +1307,7 @@ class ExpertRunner:
         admit: str = "key",
         victims: str = "farthest",
         adaptive: float = 0.0,
+        adaptive_most: int = 8,
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -1672,6 +1674,7 @@ class AdaptiveStep:
         wanted: Experts that are fetched for a layer, at first.
         stalls: Layers that waited for an expert that was predicted, until the step grows.
         ready: Layers that did not, until it falls.
+        most: Its upper bound.
     """
 
     def __init__(
@@ -1682,6 +1685,7 @@ class AdaptiveStep:
         wanted: float,
         stalls: int = 4,
         ready: int = 16,
+        most: int = 8,
     ) -> None: ...
     def want(self, experts: float) -> None:
         """The best experts that make up 85 % of a predicted distribution are so many."""

@@ -96,4 +96,12 @@ def effective(settings: CacheSettings, *, far_computes: bool) -> CacheSettings:
         unused["gamma"] = _UNUSED.gamma
     if settings.prefetch in ("none", "prompts", "whole-layer"):
         unused |= {"lookahead": _UNUSED.lookahead, "prefetch_experts": None}
+    if not settings.queues:
+        unused |= {name: getattr(_UNUSED, name) for name in ("entries", "match", "distance")}
+    if settings.policy != "request":
+        unused["layer_factor"] = _UNUSED.layer_factor
+    if settings.policy not in ("discount", "lfu"):
+        unused["per_request"] = _UNUSED.per_request
+    if not settings.looks_up:
+        unused["token_lookup"] = _UNUSED.token_lookup
     return replace(settings, **unused)

@@ -18,13 +18,13 @@ from moechat.bench.figures import Run
 from moechat.bench.options import BenchOptions
 from moechat.bench.predicted import Recorder
 from moechat.bench.speeds import busy_link
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import MOST_LOOKAHEAD, CacheSettings
 from moechat.errors import MoechatError
 from moechat.loading import gather_knowledge
 from moechat.loading.learned import requests_for
 from moechat.models.router_search import find_routers
 from moechat.offload.experts import RunsExperts
-from moechat.offload.host import MOST_AHEAD, HostPlacement
+from moechat.offload.host import HostPlacement
 from moechat.offload.requests import Requests
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier, TierConfig
@@ -106,7 +106,7 @@ class Runs:
         if settings.prefetch != "adaptive" or self.replay is not None:
             return TimedPredictor(self.predictor)
         routers = find_routers(self.bench.model, self.bench.parts)
-        return TimedAdditivePredictor(routers, self.bench.store.geometry.num_experts, MOST_AHEAD)
+        return TimedAdditivePredictor(routers, self.bench.store.geometry.num_experts, MOST_LOOKAHEAD)
 
     def _requests(self, settings: CacheSettings) -> Requests | None:
         """What predicts from earlier requests, as `moechat run` has learned it so far."""
@@ -169,7 +169,7 @@ class Runs:
         """Say that a pass of these tokens begins, as the engine does."""
         if len(tokens) == 1:
             near.begin_pass(self, tokens[0])
-        if near.settings.predicts and self.replay is None:
+        if near.settings.looks_up and self.replay is None:
             near.begin_tokens(tokens)
 
     @contextmanager

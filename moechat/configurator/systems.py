@@ -33,6 +33,8 @@ Allocation = Literal["uniform", "shared", "auto", "moepic", "dp", "model", "laye
 Admit = Literal["key", "always"]
 Victims = Literal["farthest", "lowest"]
 Match = Literal["prefix", "full"]
+# Most layers ahead that anything predicts.
+MOST_LOOKAHEAD = 8
 Miss = Literal["fetch", "compute", "both", "cpu", "seldom"]
 
 
@@ -99,6 +101,8 @@ class CacheSettings:
         match: ``eamc``: compares the layers so far (``prefix``) or whole requests (``full``).
         distance: ``expert-map``: layers from the one that is compared to the one that is predicted.
         layer_factor: ``request``: counts of early layers weigh more, as they are predicted worst.
+        token_lookup: With ``next-router`` the first layer is fetched by the token, where that has been right
+            more often than the prediction.
         per_request: ``discount`` and ``lfu``: counts begin anew with each request (MELINOE, section 3.3).
         omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.
@@ -126,6 +130,7 @@ class CacheSettings:
     match: Match = "prefix"
     distance: int = 3
     layer_factor: bool = True
+    token_lookup: bool = False
     per_request: bool = False
     omega: float = 128.0
     rho: float = 0.25
@@ -147,7 +152,7 @@ class CacheSettings:
         elif self.allocation not in ("auto", "moepic"):
             raise UsageError(f"the allocation {self.allocation} chooses no split", hint="give split=1")
         require_number("keep", self.keep, 0, 1)
-        require_whole("lookahead", self.lookahead, 1, 8)
+        require_whole("lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
         require_number("omega", self.omega, 0, 1e9, above=True)
         require_number("rho", self.rho, 0, 1, above=True)
         require_number("gamma", self.gamma, 0, 1, above=True)
@@ -184,8 +189,14 @@ class CacheSettings:
         if not self.queues:
             return 0
         entry = layers * (experts + 1) + (hidden if self.prefetch == "expert-map" else 0)
-        # Once while it grows beside a half of itself, or is written in half as many bytes.
+        # Half as much again: arrays grow by a copy into larger ones, and a file is written from a copy in
+        # float16.
         return self.entries * entry * 4 * 3 // 2
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the first layer may be fetched by the token."""
+        return self.token_lookup and self.prefetch == "next-router"
 
     def adaptive_experts(self, top_k: int) -> float:
         """Experts that an adaptive step fetches for a layer; 0: the step is not adaptive."""
@@ -245,7 +256,9 @@ _LRU_WHOLE = CacheSettings(policy="lru", whole_experts=True)
 _SHARED = CacheSettings(whole_experts=True, allocation="shared", victims="lowest")
 
 SYSTEMS: Mapping[str, CacheSettings] = {
-    "auto": CacheSettings(policy="forecast", split=None, allocation="auto", miss="both", choose=True),
+    "auto": CacheSettings(
+        policy="forecast", split=None, allocation="auto", miss="both", token_lookup=True, choose=True
+    ),
     "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic", admit="always"),
     "mixtral-offloading": _LRU_WHOLE,
     "adapmoe": replace(_LRU_WHOLE, allocation="dp"),
@@ -257,7 +270,7 @@ SYSTEMS: Mapping[str, CacheSettings] = {
     "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none", admit="always"),
     "moe-infinity": replace(_SHARED, policy="request", prefetch="eamc"),
     "finemoe": replace(_SHARED, policy="map", prefetch="expert-map"),
-    "expertflow": replace(_SHARED, policy="two_level_lru", prefetch="adaptive", lookahead=8),
+    "expertflow": replace(_SHARED, policy="two_level_lru", prefetch="adaptive", lookahead=MOST_LOOKAHEAD),
     # Counts of the running request; what the tuned checkpoint's predictor names is loaded beside the prompt.
     "melinoe": CacheSettings(
         policy="discount",

@@ -151,7 +151,7 @@ class Decoder:
             MoechatError: As :meth:`PassRunner.run`.
         """
         near = self.passes.loaded.near
-        if near is not None and near.settings.predicts:
+        if near is not None and near.settings.looks_up:
             near.begin_tokens(ids[0].tolist())
         output = self.passes.run(ids, past_key_values=cache, use_cache=True, **self._last_only)
         return output.logits[0, -1], output.past_key_values

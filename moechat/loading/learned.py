@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,9 @@ def requests_for(
     """
     layers, experts = len(store.layers), store.geometry.num_experts
 
+    embedding: Any = cast(Any, model).get_input_embeddings()
+
     def embed(token: int) -> npt.NDArray[np.float32] | None:
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         with torch.inference_mode():
             found = embedding(torch.tensor([token]))[0]
         values: npt.NDArray[np.float32] = found.float().numpy()
@@ -58,15 +59,14 @@ def requests_for(
         settings, layers, experts, top_k, embed=(lambda _: None) if on_gpu else embed
     )
     if predictor is None:
-        return _by_prompt(store, model, layers, experts) if settings.per_request else None
+        return _by_prompt(store, embedding, layers, experts) if settings.per_request else None
     key = model_key(store.manifest.source.fingerprint, layers=layers, experts=experts, top_k=top_k)
     load_learned(learned_path(settings.prefetch, key), predictor, warn)
     routers = find_routers(model, experts_modules) if predictor.needs_gates and not on_gpu else ()
     return Requests(layers, experts, predictor=predictor, routers=routers)
 
 
-def _by_prompt(store: Store, model: nn.Module, layers: int, experts: int) -> Requests | None:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+def _by_prompt(store: Store, embedding: Any, layers: int, experts: int) -> Requests | None:
     weight = getattr(embedding, "weight", None)
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
 

@@ -16,7 +16,7 @@ from moechat.budget.memory_plan import RAM_LABELS, MemoryPlan, automatic_budget
 from moechat.budget.needs import HostMemory
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
-from moechat.configurator.systems import CacheSettings, Prefetch
+from moechat.configurator.systems import MOST_LOOKAHEAD, CacheSettings, Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules, install_native_modules
 from moechat.models.dense_form import DenseForm
@@ -33,9 +33,6 @@ from moechat.predict import NextRouterPredictor, Predictor
 from moechat.predict.additive import AdditivePredictor
 from moechat.sizes.dense_types import resolve_type
 from moechat.store.store import Store
-
-# Most layers ahead of a prediction; as CacheSettings.lookahead.
-MOST_AHEAD = 8
 
 
 class HostPlacement:
@@ -83,7 +80,7 @@ class HostPlacement:
         if prefetch == "adaptive":
             routers = find_routers(skeleton.model, skeleton.experts)
             experts = max(entry.num_experts for entry in skeleton.experts)
-            return native_modules, AdditivePredictor(routers, experts, MOST_AHEAD)
+            return native_modules, AdditivePredictor(routers, experts, MOST_LOOKAHEAD)
         return native_modules, None
 
     def read_far(

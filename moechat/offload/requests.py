@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.predict.requests import AheadQueue, RequestPredictor
+from moechat.predict.requests import AheadQueue, RequestPredictor, known_part
 
 
 class Distributing(Protocol):
@@ -140,11 +140,7 @@ class Requests:
         if router is not None and hidden is not None:
             found: npt.NDArray[np.float32] = router.distribution(hidden[-1:])[0].numpy()
             return found
-        gates = np.zeros(self._experts, dtype=np.float32)
-        inside = (row >= 0) & (row < self._experts)
-        gates[row[inside]] = np.maximum(weight[inside], 0)
-        total = float(gates.sum())
-        return gates / np.float32(total) if total > 1 else gates
+        return known_part(row, weight, self._experts)
 
     def _fetch(self, runner: _native.ExpertRunner, queue: AheadQueue | None, max_bytes: int | None) -> None:
         if queue is not None and len(queue.experts):

@@ -232,6 +232,7 @@ class ExpertTier:
                 admit=settings.admit,
                 victims=settings.victims,
                 adaptive=settings.adaptive_experts(self.top_k),
+                adaptive_most=settings.lookahead,
                 # A link that moves no bytes needs memory of its own, or the kernels would all read one page
                 # of zeros.
                 populate=config.link.kind == "sim" and not config.link.copy,
@@ -417,7 +418,7 @@ class ExpertTier:
         self.runner.prefetch(
             layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, later=ahead > 1
         )
-        if layer == 0 and ahead == 1:
+        if layer == 0 and ahead == 1 and self.settings.looks_up:
             self._first_predicted = np.argsort(-scores)[: self.top_k].astype(np.int32)
 
     def prefetch(
@@ -471,7 +472,7 @@ class ExpertTier:
     def begin_tokens(self, tokens: list[int]) -> None:
         """A pass of these tokens begins, alone or as a part of a prompt."""
         self._tokens = tokens
-        if len(tokens) != 1 or not self.settings.predicts or not self.lookup.better:
+        if len(tokens) != 1 or not self.settings.looks_up or not self.lookup.better:
             return
         found = self.lookup.find(tokens[0])
         if found is not None:
@@ -484,7 +485,7 @@ class ExpertTier:
     def _learn_tokens(self, index: npt.NDArray[np.int64]) -> None:
         """Learn what the first layer chose for the tokens of the pass."""
         tokens, self._tokens = self._tokens, []
-        if len(tokens) != len(index) or not self.settings.predicts:
+        if len(tokens) != len(index) or not self.settings.looks_up:
             return
         if len(tokens) == 1:
             self.lookup.compare(tokens[0], index[0], self._first_predicted)

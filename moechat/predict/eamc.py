@@ -145,7 +145,7 @@ class EamcPredictor:
             shares.reshape(-1)[wanted].astype(np.float32),
         )
 
-    def end_request(self, key: object, *, whole: bool = True) -> None:
+    def end_request(self, key: object) -> None:
         """See :class:`RequestPredictor`."""
         request = self._requests.pop(key, None)
         if request is self._running:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moechat.predict.requests import MOST_QUEUED, AheadQueue, Floats, Ints, spread
+from moechat.predict.requests import MOST_QUEUED, AheadQueue, Floats, Ints, known_part
 from moechat.validation import require_whole
 
 Embed = Callable[[int], Floats | None]
@@ -126,7 +126,7 @@ class ExpertMapPredictor:
         token = self._token
         if token is None:
             return
-        row: Floats = spread(chosen, self._experts) if gates is None else gates
+        row: Floats = known_part(chosen, None, self._experts) if gates is None else gates
         token.rows[ordinal] = row
         token.norm += float(row @ row)
         token.found.pop(ordinal, None)
@@ -147,7 +147,7 @@ class ExpertMapPredictor:
             token.found[target] = self._wanted(self._maps[best, target], float(alike[best]))
         return self._ordered(ordinal)
 
-    def end_request(self, key: object, *, whole: bool = True) -> None:
+    def end_request(self, key: object) -> None:
         """See :class:`RequestPredictor`; every token's map was kept when it was complete."""
         self._token = None
 
@@ -270,27 +270,26 @@ class ExpertMapPredictor:
             self._embeddings[at] = 0 if vector is None else vector
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """See :class:`RequestPredictor`: float16 ``maps [n, layers, experts]`` and int32 ``ids [n]``, oldest
-        first where none was replaced. Embeddings are the model's, and not kept.
+        """See :class:`RequestPredictor`: float16 ``maps [n, layers, experts]``.
+
+        Not the tokens: in their order their ids are the text of answers. So kept maps are found by their
+        distributions alone.
         """
-        return {
-            "maps": self._maps[: self._count].astype(np.float16),
-            "ids": self._ids[: self._count].copy(),
-        }
+        return {"maps": self._maps[: self._count].astype(np.float16)}
 
     def learn(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """See :class:`RequestPredictor`."""
-        maps, ids = arrays["maps"], arrays["ids"]
-        if maps.shape != (len(ids), self._layers, self._experts):
+        maps = arrays["maps"]
+        if maps.ndim != 3 or maps.shape[1:] != (self._layers, self._experts):
             raise ValueError(f"maps has shape {list(maps.shape)}")
         maps = maps.astype(np.float32)
         if not np.isfinite(maps).all() or (maps < 0).any() or (maps.sum(axis=2) > 1.05).any():
             raise ValueError("a row of maps is no distribution")
-        for at in range(max(0, len(ids) - self._options.entries), len(ids)):
+        for rows in maps[-self._options.entries :]:
             if self._count == len(self._maps):
                 self._make_room(min(2 * self._count, self._options.entries))
             self._count += 1
-            self._put(self._count - 1, int(ids[at]), maps[at])
+            self._put(self._count - 1, -1, rows)
 
     def _make_room(self, room: int) -> None:
         def grown(name: str, shape: tuple[int, ...], kind: type) -> npt.NDArray[Any]:

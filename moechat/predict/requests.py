@@ -78,14 +78,8 @@ class RequestPredictor(Protocol):
         """What to fetch after the router of a layer, which was observed; ``None``: no prediction."""
         ...
 
-    def end_request(self, key: object, *, whole: bool = True) -> None:
-        """A request has ended.
-
-        Args:
-            key: The request.
-            whole: Whether it ended by itself; what an interrupted one has shown is learned too if enough
-                tokens were decoded.
-        """
+    def end_request(self, key: object) -> None:
+        """A request has ended, by itself or not."""
         ...
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -101,8 +95,19 @@ class RequestPredictor(Protocol):
         ...
 
 
-def spread(chosen: Ints, experts: int) -> Floats:
-    """A distribution for a choice whose weights are not known: the same for each chosen expert."""
+def known_part(chosen: Ints, weights: npt.NDArray[Any] | None, experts: int) -> Floats:
+    """A router's distribution where only its choice is known: the others are 0.
+
+    Args:
+        chosen: int32 ``[k]``; numbers outside the layer are left out.
+        weights: ``[k]``: their weights; ``None``: all the same.
+        experts: Experts of the layer.
+
+    Returns:
+        float32 ``[experts]``, with a sum of 1 at most.
+    """
     row = np.zeros(experts, dtype=np.float32)
-    row[chosen] = 1 / max(1, len(chosen))
-    return row
+    inside = (chosen >= 0) & (chosen < experts)
+    row[chosen[inside]] = 1 / max(1, len(chosen)) if weights is None else np.maximum(weights[inside], 0)
+    total = float(row.sum())
+    return row / np.float32(total) if total > 1 else row

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moechat.configurator.systems import CacheSettings
 from moechat.predict.eamc import EamcOptions, EamcPredictor
 from moechat.predict.expert_map import Embed, ExpertMapPredictor, MapOptions
-from moechat.predict.requests import MOST_QUEUED, AheadQueue, Floats, Ints, RequestPredictor
+from moechat.predict.requests import MOST_QUEUED, AheadQueue, Floats, Ints, RequestPredictor, known_part
 from moechat.routing.trace import Trace
 
 
@@ -110,13 +110,9 @@ def _gates(trace: Trace) -> Callable[[int, int], Floats | None]:
     if weights is None:
         return lambda token, layer: None
 
-    def sparse(token: int, layer: int) -> Floats:
-        row = np.zeros(trace.num_experts, dtype=np.float32)
-        row[trace.experts[token, layer]] = weights[token, layer]
-        total = float(row.sum())
-        return row / np.float32(total) if total > 1 else row
-
-    return sparse
+    return lambda token, layer: known_part(
+        trace.experts[token, layer], weights[token, layer], trace.num_experts
+    )
 
 
 def _embeddings(trace: Trace) -> Embed:

@@ -94,9 +94,7 @@ class AdaptedModel(nn.Module):
                 continue
             entry = next(e for prefix, e in by_name.items() if prefix in f"{name}.")
             rows = torch.zeros(2 * entry.intermediate_size, 1)
-            rows[1::2] = 1.0 if entry.interleaved else rows[1::2]
-            if not entry.interleaved:
-                rows[entry.intermediate_size :] = 1.0
+            rows[slice(1, None, 2) if entry.interleaved else slice(entry.intermediate_size, None)] = 1.0
             weight = module.lora_B["default"].weight
             assert weight.shape[0] == len(rows)
             weight.register_hook(lambda grad, rows=rows: grad * rows.to(grad))

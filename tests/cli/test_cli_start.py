@@ -349,9 +349,19 @@ def test_the_process_ends_after_threads_and_cleaning_up_but_frees_no_objects(cli
         assert done.stdout.splitlines()[-2:] == ["thread", "cleaned up"]
 
 
-@pytest.mark.parametrize(
+every_signal = pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
+
+
+def ended(cli: Cli, script: str) -> tuple[int, bytes]:
+    """Exit status and messages of a script that runs the command in a way of its own."""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, timeout=60)
+    return done.returncode, done.stderr
+
+
+@every_signal
 def test_a_signal_while_a_class_is_made_keeps_its_status(
     cli: Cli, number: signal.Signals, status: int
 ) -> None:
@@ -368,14 +378,10 @@ def test_a_signal_while_a_class_is_made_keeps_its_status(
         "app.parse = lambda _: command\n"
         "sys.exit(main.main())\n"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, timeout=60)
-    assert (done.returncode, done.stderr) == (status, b"")
+    assert ended(cli, script) == (status, b"")
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@every_signal
 def test_a_signal_during_a_finaliser_is_not_lost(cli: Cli, number: signal.Signals, status: int) -> None:
     script = (
         "import os, sys, time\n"
@@ -393,9 +399,7 @@ def test_a_signal_during_a_finaliser_is_not_lost(cli: Cli, number: signal.Signal
         "app.parse = lambda _: command\n"
         "sys.exit(main.main())\n"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, timeout=60)
-    assert (done.returncode, done.stderr) == (status, b"")
+    assert ended(cli, script) == (status, b"")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moechat._native import AdaptiveStep
+from moechat.configurator.systems import MOST_LOOKAHEAD
 
 MB, GB = 1e6, 1e9
 
@@ -45,6 +46,10 @@ def test_the_step_stays_within_its_bounds() -> None:
         step.turn(False)
     assert step.step == 1
     assert AdaptiveStep(1, 8, MB, 4).step == 1
+    for most, expected in ((2, 2), (None, MOST_LOOKAHEAD)):
+        bounded = AdaptiveStep(24, 8, 100 * MB, 4, **({} if most is None else {"most": most}))
+        bounded.measure(1e-3, GB)
+        assert bounded.step == expected
 
 
 def test_a_steady_link_moves_the_step_by_one_at_most() -> None:

@@ -28,7 +28,7 @@ def compare(command: CompareCommand) -> int:
         The exit status.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; what was measured so far is printed before.
+        KeyboardInterrupt: Ctrl-C was pressed; the results so far have been printed.
         MoechatError: See :mod:`moechat.errors`.
     """
     require_output()

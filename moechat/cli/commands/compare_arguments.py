@@ -26,7 +26,7 @@ isa, memory_bytes; if simulated also title, near), tokens (prompt, warmup, timed
 systems (system, also), cases (system, fraction, bytes, ms, low, high, runs, first_token_s, ready), advice \
 (fraction, use, ms, equal, next, faster_by, over_floor), assumptions. Times of tokens are in milliseconds, \
 shares from 0 to 1. kind is measured or simulated; complete is false after Ctrl-C; floor is with all experts \
-in memory; also names systems that come to the same thing; what is not known is null.
+in memory; also has other systems with the same effect here; unknown values are null.
 """
 _EXAMPLES = """\
 moechat compare demo

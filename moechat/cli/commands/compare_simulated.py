@@ -136,7 +136,7 @@ def _comparison(
 def _fitting(
     shares: tuple[float, ...], cases: Cases, profile: HardwareProfile, *, quiet: bool
 ) -> tuple[float, ...]:
-    """The usual shares, without those that do not fit beside the rest of the model; all if none does."""
+    """The usual shares that fit in memory with the rest of the model; all of them if none fits."""
     memory = profile.ram if profile.gpu is None else profile.gpu.vram
     room = memory.value - cases.shape.dense_bytes - cases.shape.head_bytes
     fitting = tuple(share for share in shares if share * cases.shape.all_expert_bytes <= room)

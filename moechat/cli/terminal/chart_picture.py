@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moechat.simulate.plot import Chart, Point
 
-# Letters by which lines are told apart without colors.
+# The letter of each line, for terminals without colors.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # 8-bit colors that are distinct on dark and light ground.
 _COLORS = (208, 33, 70, 160, 135, 37, 172, 205, 100, 62, 30, 131, 99, 66)
 _GREY = 245
 _ROWS = 18
-_MARGIN = 12  # columns beside the lines: the axis and its labels
+_MARGIN = 12  # columns of the axis and its labels
 _LEAST_COLUMNS = 24
 _STEPS = 400  # points of a line where it is drawn with letters
 _EMPTY = "\u2800"  # plotille's empty cell

@@ -194,7 +194,7 @@ class RunnerObject {
                int activation_bits, std::uintptr_t near_memory, const std::vector<py::array>& far_records,
                const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
                std::vector<GateSpec> layer_gates, const std::string& admit, const std::string& victims,
-               double adaptive) {
+               double adaptive, std::int32_t adaptive_most) {
     RunnerOptions options;
     options.layout = layout;
     options.gate = gate;
@@ -209,6 +209,7 @@ class RunnerObject {
     options.reserve = reserve;
     options.rules = rules_of(admit, victims);
     options.adaptive = adaptive;
+    options.adaptive_most = adaptive_most;
     options.stall_seconds = stall_seconds;
     options.whole_experts = whole_experts;
     options.populate = populate;
@@ -499,7 +500,7 @@ void bind_offload(py::module_& m) {
                     const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool, bool,
                     std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
                     const std::vector<py::array>&, std::vector<BlockLayout>, std::vector<GateSpec>,
-                    const std::string&, const std::string&, double>(),
+                    const std::string&, const std::string&, double, std::int32_t>(),
            py::arg("layout"), py::arg("gate"), py::kw_only(), py::arg("layers"), py::arg("experts"),
            py::arg("pages"), py::arg("targets"), py::arg("reserve"), py::arg("policy"), py::arg("link"),
            py::arg("stall_seconds") = 30.0, py::arg("whole_experts") = false, py::arg("populate") = false,
@@ -508,7 +509,8 @@ void bind_offload(py::module_& m) {
            py::arg("far_experts") = std::vector<py::array>(),
            py::arg("layer_layouts") = std::vector<BlockLayout>(),
            py::arg("layer_gates") = std::vector<GateSpec>(), py::arg("admit") = "key",
-           py::arg("victims") = "farthest", py::arg("adaptive") = 0.0)
+           py::arg("victims") = "farthest", py::arg("adaptive") = 0.0,
+           py::arg("adaptive_most") = AdaptiveStep::kMost)
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),

@@ -117,6 +117,7 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.whole_experts = whole_experts;
   options.rules = rules_of(admit, victims);
   options.adaptive = adaptive;
+  options.adaptive_most = lookahead;
   options.loading =
       loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes, block_bytes);
   options.counts_hard = counts_hard;
@@ -251,15 +252,15 @@ void bind_adaptive_step(py::module_& m) {
   using Self = AdaptiveStep;
   py::class_<Self>(m, "AdaptiveStep")
       .def(py::init([](std::int32_t layers, std::int32_t experts, double expert_bytes, double wanted,
-                       std::int32_t stalls, std::int32_t ready) {
-             if (layers < 1 || experts < 1 || stalls < 1 || ready < 1 || !(expert_bytes > 0) ||
+                       std::int32_t stalls, std::int32_t ready, std::int32_t most) {
+             if (layers < 1 || experts < 1 || stalls < 1 || ready < 1 || most < 1 || !(expert_bytes > 0) ||
                  !(wanted > 0)) {
                refuse("sizes of an adaptive step must be positive");
              }
-             return std::make_unique<Self>(layers, experts, expert_bytes, wanted, stalls, ready);
+             return std::make_unique<Self>(layers, experts, expert_bytes, wanted, stalls, ready, most);
            }),
            py::arg("layers"), py::arg("experts"), py::arg("expert_bytes"), py::arg("wanted"),
-           py::arg("stalls") = Self::kStalls, py::arg("ready") = Self::kReady)
+           py::arg("stalls") = Self::kStalls, py::arg("ready") = Self::kReady, py::arg("most") = Self::kMost)
       .def("want", &Self::want, py::arg("experts"))
       .def("measure", &Self::measure, py::arg("layer_seconds"), py::arg("link_rate"))
       .def(

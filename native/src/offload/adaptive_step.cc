@@ -19,9 +19,9 @@ std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value)
 }  // namespace
 
 AdaptiveStep::AdaptiveStep(std::int32_t layers, std::int32_t experts, double expert_bytes, double wanted,
-                           std::int32_t stalls, std::int32_t ready)
+                           std::int32_t stalls, std::int32_t ready, std::int32_t most)
     : experts_(experts),
-      most_(std::max(1, std::min(kMost, layers - 1))),
+      most_(std::max(1, std::min(most, layers - 1))),
       wanted_(wanted),
       bytes_(expert_bytes),
       stall_limit_(stalls),
@@ -39,7 +39,7 @@ void AdaptiveStep::measure(double layer_seconds, double link_rate) {
   if (!(link_rate > 0) || seconds_ == 0) return;
   estimate_ = wanted_ * bytes_ / (link_rate * seconds_);
   if (estimate_ > rounded_ + kClear || estimate_ < rounded_ - 1 - kClear) {
-    rounded_ = static_cast<std::int32_t>(std::clamp(std::ceil(estimate_), 1.0, double{kMost}));
+    rounded_ = static_cast<std::int32_t>(std::clamp(std::ceil(estimate_), 1.0, static_cast<double>(most_)));
   }
   choose();
 }

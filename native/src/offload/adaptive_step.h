@@ -24,7 +24,7 @@ class AdaptiveStep {
 
   // expert_bytes: of a whole expert. wanted: N.
   AdaptiveStep(std::int32_t layers, std::int32_t experts, double expert_bytes, double wanted,
-               std::int32_t stalls = kStalls, std::int32_t ready = kReady);
+               std::int32_t stalls = kStalls, std::int32_t ready = kReady, std::int32_t most = kMost);
 
   // A prediction whose experts make up kShare of the router's distribution has so many (N, section 3.2.1).
   void want(double experts);
@@ -46,7 +46,7 @@ class AdaptiveStep {
     if (named) count_turn(late);
   }
 
-  std::int32_t step() const { return step_; }    // S, 1 to min(kMost, layers - 1)
+  std::int32_t step() const { return step_; }    // S, 1 to min(most, layers - 1)
   double estimate() const { return estimate_; }  // S of the formula, not rounded; 0 before it is known
 
  private:

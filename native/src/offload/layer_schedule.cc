@@ -70,7 +70,8 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       step_(options_.adaptive > 0
                 ? std::make_unique<AdaptiveStep>(options_.layers, options_.experts,
                                                  static_cast<double>(options_.blocks * options_.record_bytes),
-                                                 options_.adaptive)
+                                                 options_.adaptive, AdaptiveStep::kStalls,
+                                                 AdaptiveStep::kReady, options_.adaptive_most)
                 : nullptr),
       windows_(at(std::int64_t{2} * options_.layers)) {}
 

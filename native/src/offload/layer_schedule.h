@@ -77,7 +77,8 @@ struct ScheduleOptions {
   bool whole_experts = false;
   CacheRules rules;
   double adaptive = 0;  // experts that are fetched ahead of a layer by an adaptive step; 0: there is none
-  double stall_seconds = 30;  // how long nothing may arrive before a pass gives up
+  std::int32_t adaptive_most = AdaptiveStep::kMost;  // layers ahead
+  double stall_seconds = 30;                         // how long nothing may arrive before a pass gives up
   // [layers, experts] whether the CPU can compute an expert where it lies; empty: all of them.
   std::vector<std::uint8_t> far_experts;
   // Memory of the pages, [pages, record_bytes]; it must outlive the schedule and all transfers in flight.
