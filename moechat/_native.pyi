@@ -1096,6 +1096,15 @@ class SplitExpertCache:
             RuntimeError: The expert is not pinned.
             ValueError: There is no such expert.
         """
+    def give_up(self, layer: int, expert: int, from_block: int = 0) -> int:
+        """Free the blocks of an expert from a number on, protected or not.
+
+        Returns:
+            Their number; 0 if it is pinned, or if a block of it is on its way.
+
+        Raises:
+            ValueError: The expert does not exist, or the number is negative.
+        """
     def plan(
         self,
         layer: int,
@@ -1332,8 +1341,8 @@ class ExpertRunner:
                 ``compute``: the CPU computes them, except those that the targets keep. ``both``: link and CPU
                 share them by their recent rates when both work. ``cpu``: the CPU computes them. ``seldom``:
                 it does, too, but the link fills free pages, and replaces an expert by one that is clearly
-                expected sooner (``native/src/offload/far_share.h``). Experts of more than 8 tokens, and those
-                that are not in ``far_records``, are always fetched.
+                expected sooner, with ``stay`` very much sooner (``native/src/offload/far_share.h``). Experts
+                of more than 8 tokens, and those that are not in ``far_records``, are always fetched.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
@@ -1397,7 +1406,9 @@ class ExpertRunner:
         Raises:
             ValueError: Wrong dtype or shape.
         """
-    def preload(self, experts: _I32, most_bytes: int) -> int:
+    def preload(
+        self, experts: _I32, most_bytes: int, replaceable: _I32 | None = None, to_targets: bool = False
+    ) -> int:
         """Queue missing blocks of experts, in this order, into free pages beyond the reserve.
 
         They move behind everything else on the link, and are no accesses. To be called again and again
@@ -1406,6 +1417,8 @@ class ExpertRunner:
         Args:
             experts: int32 [n, 2]: layer and expert.
             most_bytes: Most bytes on their way at a time.
+            replaceable: int32 [m, 2]: other experts, which give up their pages for these, in this order.
+            to_targets: No more blocks of an expert than the target of its layer; those above give some up.
 
         Returns:
             How many experts at the front are resident or on their way; all, if no pages are left or the link
@@ -1414,6 +1427,8 @@ class ExpertRunner:
         Raises:
             ValueError: An expert does not exist; wrong dtype or shape.
         """
+    def keys(self) -> _F64:
+        """Keys of the eviction policy, float64 [layers, experts]."""
     def stop_preload(self) -> None:
         """Cancel what :meth:`preload` has queued and the link has not started."""
     def finish(self, x: _F32, out: _F32) -> int:
@@ -1807,8 +1822,8 @@ class Timeline:
         """
     def preload(self, layer: int, experts: _I32, blocks: int) -> int:
         """Place the first blocks of experts int32 [n] in free pages at no cost; returns their number."""
-    def start_warm(self, shares: _F64, experts: _I32) -> None:
-        """As the engine after a start with statistics, in no time.
+    def start_warm(self, shares: _F64, experts: _I32, replaceable: _I32 | None = None) -> None:
+        """As the engine after a start with statistics, or at any time between passes, in no time.
 
         See :meth:`ExpertRunner.expect` and :meth:`ExpertRunner.preload`.
 

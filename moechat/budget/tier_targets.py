@@ -21,10 +21,12 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
+from moechat.routing.statistics import RoutingStatistics
 from moechat.simulate.choice import choose_by_statistics
 from moechat.simulate.kept_choices import kept_choice
 from moechat.simulate.run import Tier
 from moechat.simulate.strategy import Chosen, Strategy, strategies, too_small_for_a_cache
+from moechat.simulate.systems import warm_shares
 from moechat.simulate.timing import Launch
 
 # How each tier computes.
@@ -131,7 +133,7 @@ def _chosen(
     def tier_for(candidate: CacheSettings) -> Tier:
         if candidate not in plans:
             plans[candidate] = planned(candidate)
-        return _tier(geometry, pages, top_k, plans[candidate])
+        return _tier(geometry, pages, top_k, plans[candidate], candidate, knowledge.statistics)
 
     try:
         inputs = ("choice", geometry, layers, pages, top_k, settings, reserve, strategy)
@@ -161,7 +163,11 @@ def simulated_seconds(
     strategy = plan.strategy.strategy
     inputs = ("seconds", geometry, pages, top_k, plan.targets.tolist(), plan.reserve, strategy)
     return _simulated(
-        inputs, strategy.settings, lambda _: _tier(geometry, pages, top_k, plan), knowledge, strategy
+        inputs,
+        strategy.settings,
+        lambda own: _tier(geometry, pages, top_k, plan, own, knowledge.statistics),
+        knowledge,
+        strategy,
     ).seconds_of_choice
 
 
@@ -201,7 +207,14 @@ def _simulated(
     )
 
 
-def _tier(geometry: ExpertGeometry, pages: int, top_k: int, plan: TierTargets) -> Tier:
+def _tier(
+    geometry: ExpertGeometry,
+    pages: int,
+    top_k: int,
+    plan: TierTargets,
+    settings: CacheSettings,
+    statistics: RoutingStatistics | None,
+) -> Tier:
     return Tier(
         experts=geometry.num_experts,
         top_k=top_k,
@@ -210,6 +223,7 @@ def _tier(geometry: ExpertGeometry, pages: int, top_k: int, plan: TierTargets) -
         pages=pages,
         targets=plan.targets,
         reserve=plan.reserve,
+        warm=warm_shares(settings, statistics),
     )
 
 

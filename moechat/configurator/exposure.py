@@ -121,7 +121,7 @@ class EngineModel:
         """See :class:`EngineModel`."""
         costs = self.costs
         missing = np.maximum(self.top_k - loaded, 0.0)
-        if self.miss in ("compute", "cpu", "seldom"):
+        if self.miss not in ("fetch", "both"):
             done, busy = missing * costs.compute_far, np.zeros_like(missing)
         else:
             compute = costs.moe / self.top_k

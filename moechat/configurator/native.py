@@ -8,7 +8,7 @@ from moechat import _native
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.exposure import EngineModel, LayerModel
 
-_MISS = {"fetch": 1, "compute": 2, "both": 3, "cpu": 2, "seldom": 2}
+_MISS = {"fetch": 1, "compute": 2, "both": 3, "cpu": 2, "seldom": 2, "stay": 2}
 
 
 def native_plan(curves: RoutingCurves, model: LayerModel) -> _native.LayerPlan:

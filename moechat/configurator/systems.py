@@ -35,7 +35,7 @@ Victims = Literal["farthest", "lowest"]
 Match = Literal["prefix", "full"]
 # Most layers ahead that anything predicts.
 MOST_LOOKAHEAD = 8
-Miss = Literal["fetch", "compute", "both", "cpu", "seldom"]
+Miss = Literal["fetch", "compute", "both", "cpu", "seldom", "stay"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class CacheSettings:
             and transfers meanwhile what is worth keeping, ``both`` divides them by measured rates, ``cpu``
             computes them in the far tier and transfers none, ``seldom`` computes them there too and transfers
             an expert only into free pages, or where the policy ``forecast`` expects it clearly sooner than
-            the one that it replaces. All are fetched if the far tier (an SSD) cannot compute.
+            the one that it replaces. ``stay`` does so only where it expects it very much sooner; the experts
+            that are used most in the long run are loaded while nothing is done, in place of others. All are
+            fetched if the far tier (an SSD) cannot compute.
         whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
         admit: Which experts are protected once used: ``key``, those with the highest keys; ``always``, the
             one that was just used, in place of the lowest (MoEpic, section 3.3).
@@ -201,6 +203,16 @@ class CacheSettings:
     def adaptive_experts(self, top_k: int) -> float:
         """Experts that an adaptive step fetches for a layer; 0: the step is not adaptive."""
         return float(self.ranked_experts(top_k)) if self.prefetch == "adaptive" else 0.0
+
+    @property
+    def computes_missing(self) -> bool:
+        """Whether the far tier computes what is missing, and the link seldom or never brings it."""
+        return self.miss in ("compute", "cpu", "seldom", "stay")
+
+    @property
+    def loads_most_used(self) -> bool:
+        """Whether the most used experts are loaded between answers in place of others, not only at first."""
+        return self.miss == "stay"
 
     @property
     def allocates(self) -> bool:

@@ -27,11 +27,11 @@ from moechat.budget.knowledge import (
 from moechat.budget.tier_targets import expected_seconds
 from moechat.configurator.estimate import ModelShape
 from moechat.offload.observed import Observed
-from moechat.offload.preload import LEAST_TOKENS, Preloader
+from moechat.offload.preload import Preloader, into_free_pages, most_used, of_targets
 from moechat.offload.tier import ExpertTier
 from moechat.offload.watching import TierWatch
 from moechat.predict.learned_file import keep_learned, learned_path
-from moechat.routing.hot_experts import expert_shares, hottest_first
+from moechat.routing.hot_experts import LEAST_TOKENS, expert_shares
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics
 from moechat.trials import Switch
@@ -44,6 +44,8 @@ _FIRST_REPLAN, _REPLAN_GROWTH = 500, 4
 _OBSERVED_TOKENS = 64
 # Seconds between two writes: at the end of an answer, and while the chat waits.
 _SAVE_AFTER_ANSWER_S, _SAVE_IDLE_S = 120.0, 15.0
+# Decoded tokens after which settings whose experts stay load the most used ones again.
+_PRELOAD_TOKENS = 256
 _MOST_NOTES = 32
 _RUNNER_COUNTERS = (
     "bytes_computed",
@@ -139,7 +141,7 @@ class Upkeep:
         self.replans = 0
         self.last: Replanned | None = None
         self._preloader = Preloader()
-        self._preload_due = self._counts
+        self._preload_due, self._preload_at = self._counts, 0
         self._preload_noted = False
 
     # ---- during an answer
@@ -186,6 +188,8 @@ class Upkeep:
             The new plan, if one was made.
         """
         self._watch.settle()
+        if self._near.settings.loads_most_used and self._tokens_in_all >= self._preload_at + _PRELOAD_TOKENS:
+            self._preload_due = self._counts
         if self._preload_due and not self._preloader.running:
             self._preload()
         due = min(self._every, _FIRST_REPLAN * _REPLAN_GROWTH**self.replans)
@@ -275,15 +279,21 @@ class Upkeep:
         self.save()
 
     def _preload(self) -> None:
-        """Begin to load the experts that this model has used most, as far as pages are free."""
-        self._preload_due = False
+        """Begin to load what is worth it: in free pages, or in place of others; see :class:`Preloader`."""
+        self._preload_due, self._preload_at = False, self._tokens_in_all
+        near = self._near
+        if self.replans and near.settings.admit == "always":
+            self._preloader.start(near.runner, of_targets(near.runner.keys(), near.targets))
+            return
         notes: list[str] = []
-        seen = self._seen(self._near.settings.policy, notes)
+        seen = self._seen(near.settings.policy, notes)
         if seen is None or seen.tokens < LEAST_TOKENS:
             return
         shares = expert_shares(seen)
-        self._near.runner.expect(shares)
-        self._preloader.start(self._near.runner, hottest_first(shares))
+        near.runner.expect(shares)
+        room = (near.pages - near.reserve) // near.geometry.blocks_per_expert
+        order = most_used(shares, room) if near.settings.loads_most_used else into_free_pages(shares)
+        self._preloader.start(near.runner, order)
         if not self._preload_noted:
             self._preload_noted = True
             self.notify(

@@ -17,6 +17,7 @@ _MISSES = {
     "fetch": "moved from RAM",
     "compute": "computed in RAM by the CPU",
     "seldom": "computed in RAM by the CPU, and seldom moved",
+    "stay": "computed in RAM by the CPU, and hardly ever moved",
     "cpu": "computed in RAM by the CPU, and never moved",
     "both": "moved from RAM or computed there by the CPU",
 }

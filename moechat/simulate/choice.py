@@ -13,12 +13,13 @@ import numpy as np
 
 from moechat.configurator.costs import Costs
 from moechat.configurator.systems import CacheSettings
+from moechat.routing.hot_experts import LEAST_TOKENS, shares_of_tokens
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 from moechat.simulate.race import Entrant, race
 from moechat.simulate.run import Ints, Simulation, Tier, simulate
 from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
-from moechat.simulate.strategy import LOOKAHEAD, SELDOM, SELDOM_GAIN, Chosen, Strategy, fastest, strategies
+from moechat.simulate.strategy import LOOKAHEAD, Chosen, Strategy, fastest, handicap, strategies
 from moechat.simulate.timing import Launch, Timing, timing_of
 
 # Tokens before timing, which take no time, and tokens that are timed at most: fewer where a token activates
@@ -54,8 +55,10 @@ def choose_strategy(
     timing: Timing,
     trace: Trace,
     rankings: Ints | None,
+    *,
+    recorded: bool = True,
 ) -> Chosen:
-    """Simulate the candidates over one trace and take the fastest; :data:`SELDOM` has to gain something.
+    """Simulate the candidates over one trace and take the :func:`fastest`.
 
     Args:
         settings: Settings with ``choose``.
@@ -64,18 +67,24 @@ def choose_strategy(
         trace: Routing; its last tokens, half of them at most, are timed.
         rankings: Predictions for its tokens, at least :data:`LOOKAHEAD` layers ahead; ``None``: nothing is
             predicted.
+        recorded: The near tiers' ``warm`` shares are of this trace: those of the tokens before the timed ones
+            take their place. Else what was counted would also be what comes.
     """
     found = strategies(settings, far_computes=timing.far_block is not None)
     filling, timed = lengths(trace.layers, trace.top_k, tier_for(found[0].settings).blocks)
     timed = min(timed, -(-trace.tokens // 2))
     filling = min(filling, trace.tokens - timed)
     part, ahead = _last(trace, rankings, filling + timed)
+    known = trace.experts[: trace.tokens - timed]
     first: dict[object, str] = {}
     same: dict[str, str] = {}
     entrants: list[Entrant] = []
     filled: dict[tuple[int, int], Simulation] = {}
     for each in found:
         tier = tier_for(each.settings)
+        if tier.warm is not None and recorded:
+            enough = len(known) >= LEAST_TOKENS
+            tier = replace(tier, warm=shares_of_tokens(known, trace.num_experts) if enough else None)
         # Allocations that come to the same targets are one candidate.
         inputs = tier.targets.tobytes(), tier.reserve, tier.pages
         key = replace(each.settings, allocation="uniform", split=1.0), inputs
@@ -85,7 +94,7 @@ def choose_strategy(
         # Pages of parts scatter differently with every target, those of whole experts only with prefetches.
         in_parts = bool((tier.targets[:, 1] < tier.blocks).any())
         alike = each.settings.lookahead if each.settings.ranks else 0, tier.pages
-        like = None if in_parts else filled.get(alike)
+        like = None if in_parts or tier.warm is not None else filled.get(alike)
         simulation = Simulation(
             part,
             each.settings,
@@ -97,11 +106,10 @@ def choose_strategy(
             followed=0 if like else max(0, filling - _MOVING),
             like=like,
         )
-        if not in_parts and like is None:
+        if not in_parts and like is None and tier.warm is None:
             simulation.fill(_OWN_MOVING)
             filled[alike] = simulation
-        handicap = 1 / (1 - SELDOM_GAIN) if each.name == SELDOM else 1.0
-        entrants.append(Entrant(each.name, each.settings, simulation, handicap))
+        entrants.append(Entrant(each.name, each.settings, simulation, handicap(each.name)))
     raced = race(entrants, lambda means: fastest(found, means).name)
     seconds_of = {each.name: raced[same[each.name]] for each in found}
     return Chosen(fastest(found, seconds_of), seconds_of)
@@ -160,7 +168,7 @@ def choose_by_statistics(
     tokens = sum(lengths(statistics.layers, statistics.top_k, tier.blocks))
     lookahead = max(settings.lookahead, LOOKAHEAD)
     trace, rankings = _drawn(settings, statistics, tokens, lookahead)
-    chosen = choose_strategy(settings, tier_for, timing, trace, rankings)
+    chosen = choose_strategy(settings, tier_for, timing, trace, rankings, recorded=False)
     best = chosen.strategy
     alone = _seconds_alone(best, tier_for(best.settings), timing, statistics)
     scale = alone / chosen.seconds_of_choice

@@ -33,7 +33,7 @@ _NEGLIGIBLE = 0.002
 _UNLIKE_TOKENS = 1.0
 # These replace almost nothing in a cache that others have filled, so at first they seem too fast: no other
 # candidate is dropped for them.
-_FAST_AT_FIRST = ("seldom", "cpu")
+_FAST_AT_FIRST = ("seldom", "stay", "cpu")
 
 
 @dataclass(frozen=True)

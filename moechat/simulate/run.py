@@ -13,8 +13,7 @@ from moechat import _native
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import stream_tokens
 from moechat.errors import UsageError
-from moechat.routing.hot_experts import expert_shares, hottest_first
-from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.hot_experts import long_run
 from moechat.routing.trace import Trace
 from moechat.simulate.request_queues import RequestQueues
 from moechat.simulate.timing import Timing
@@ -39,6 +38,8 @@ class Tier:
         reserve: Pages reserved for blocks in transit.
         ranks: float64 ``[layers, experts]`` for the policy ``static``: the experts with the highest ranks are
             resident from the beginning.
+        warm: float64 ``[layers, experts]``: shares of earlier tokens that chose each expert: those with the
+            highest shares are loaded in place of others while nothing is done, before timing; ``None``: none.
     """
 
     experts: int
@@ -49,6 +50,7 @@ class Tier:
     targets: Ints
     reserve: int
     ranks: Floats | None = None
+    warm: Floats | None = None
 
     @property
     def layers(self) -> int:
@@ -103,7 +105,6 @@ class Passes(TypedDict, total=False):
     timed: int | None
     group_items: int
     watched: Watched | None
-    warm: RoutingStatistics | None
     queues: RequestQueues | None
 
 
@@ -135,8 +136,6 @@ class Simulation:
         group_items: (token, expert) pairs that the engine sums up at a time; 0: all of a pass.
         watched: Watch that may change the settings after each pass that takes time; ``rankings`` have to be
             deep enough for all of its ways.
-        warm: Counts of earlier runs: as the engine, start with the experts in free pages that they used
-            most; ``None``: start empty.
         queues: What is fetched ahead, if the settings learn from requests.
         like: A simulation of the same trace and policy with a tier of equal sizes, not beyond its hurried
             passes: start at the pass that it has come to, with its blocks and its policy's state. What is on
@@ -166,7 +165,6 @@ class Simulation:
         timed: int | None = None,
         group_items: int = 0,
         watched: Watched | None = None,
-        warm: RoutingStatistics | None = None,
         queues: RequestQueues | None = None,
         like: Simulation | None = None,
     ) -> None:
@@ -214,9 +212,6 @@ class Simulation:
                 self._timeline.preload(layer, everyone, tier.blocks)
         elif tier.ranks is not None:
             _preload(self._timeline, tier)
-        elif warm is not None:
-            shares = expert_shares(warm)
-            self._timeline.start_warm(shares, hottest_first(shares))
 
     @property
     def seconds(self) -> Floats:
@@ -242,6 +237,8 @@ class Simulation:
             self._play(self._warmup)
             if self._settled:
                 self._timeline.drain()
+            if self._tier.warm is not None:
+                self._timeline.start_warm(self._tier.warm, *long_run(self._tier.warm, self._room()))
             self._timeline.reset_stats()
             self._begun = True
         self._figures += self._play(self._end if timed is None else min(self._end, self._warmup + timed))
@@ -251,6 +248,10 @@ class Simulation:
         columns = self._figures[0].keys() - {"hard"}
         figures = {name: np.concatenate([part[name] for part in self._figures]) for name in columns}
         return SimulatedRun(**figures, counters=self._timeline.stats())
+
+    def _room(self) -> int:
+        """Experts that the pages hold."""
+        return (self._tier.pages - self._tier.reserve) // self._tier.blocks
 
     def _play(self, stop: int, *, hurry: bool = False) -> list[dict[str, Floats]]:
         """Play the passes before ``stop``; returns their figures in parts."""

@@ -10,8 +10,9 @@ from moechat.configurator.systems import CacheSettings, parse_settings
 from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.configurator.transit_reserve import in_transit, uniform_targets
 from moechat.geometry import ExpertGeometry
+from moechat.routing.hot_experts import LEAST_TOKENS, expert_shares
 from moechat.routing.statistics import RoutingStatistics
-from moechat.simulate.run import Ints, Tier
+from moechat.simulate.run import Floats, Ints, Tier
 
 MIN_PAGES = 2
 
@@ -83,7 +84,18 @@ def tier_for(
         targets=targets,
         reserve=reserve,
         ranks=ranks,
+        warm=warm_shares(settings, statistics),
     )
+
+
+def warm_shares(settings: CacheSettings, statistics: RoutingStatistics | None) -> Floats | None:
+    """What :class:`Tier` takes as ``warm``: of settings that load the most used experts between answers.
+
+    ``None``: other settings, or too few tokens are known.
+    """
+    if not settings.loads_most_used or statistics is None or statistics.tokens < LEAST_TOKENS:
+        return None
+    return expert_shares(statistics)
 
 
 def kept_share(tier: Tier) -> tuple[float, float]:

@@ -369,6 +369,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.move(layer, experts, at, True, most, False, go, preload=True)
 
     @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        model = self.model
+        who = self.draw_layer(data), data.draw(st.integers(0, model.experts - 1))
+        held = model.held[who]
+        settled = not model.pins[who] and not any(block.filling for block in held)
+        start = data.draw(st.integers(0, model.blocks))
+        count = max(0, len(held) - start) if settled else 0
+        assert self.cache.give_up(*who, start) == count
+        if count:
+            model.counts["evicted"] += count
+            if start == 0:
+                model.kept.discard(who)
+            model.drop(who, start)
+
+    @rule(data=st.data())
     def expect(self, data: st.DataObject) -> None:
         """Expectations change keys of layers that were never accessed, and no others."""
         model, before, accessed = self.model, self.keys(), self.accessed

@@ -57,6 +57,44 @@ def test_it_leaves_the_reserve_and_pages_of_others_alone(model):
     assert runner.stats()["evicted"] == 0
 
 
+def test_others_make_way_in_the_order_given_and_no_more_of_them_than_needed(model):
+    runner = model.runner(pages=5 * BLOCKS, reserve=BLOCKS)
+    finish(runner, EVERYTHING[:4])  # experts 0 and 1 of both layers
+    replaceable = np.array([[1, 7], [1, 0], [0, 1], [0, 0]], np.int32)  # the first holds nothing
+    wanted = np.array([[1, 5], [0, 6]], np.int32)
+    done = 0
+    while done < len(wanted):
+        done += runner.preload(wanted[done:], 1 << 30, replaceable)
+        runner.drain()
+    held = [(layer, e) for layer, e in EVERYTHING.tolist() if runner.residency()[layer, e]]
+    assert sorted(held) == [(0, 0), (0, 6), (1, 1), (1, 5)]
+    assert runner.stats()["evicted"] == 2 * BLOCKS
+    assert runner.check() == ""
+    Pass(model, 1, 1, chosen=[[5, 1]]).run(runner)
+    assert runner.stats()["hits_full"] == 2
+
+
+def test_of_an_expert_no_more_comes_than_its_target_asks_for(model):
+    targets = np.array([[2, 1], [3, BLOCKS - 1]], np.int32)
+    runner = model.runner(pages=LAYERS * EXPERTS * BLOCKS, reserve=BLOCKS, targets=targets)
+    done = 0
+    while done < len(EVERYTHING):
+        done += runner.preload(EVERYTHING[done:], 1 << 30, to_targets=True)
+        runner.drain()
+    assert runner.residency()[0].tolist() == [1] * EXPERTS
+    assert runner.residency()[1].tolist() == [BLOCKS - 1] * EXPERTS
+
+
+def test_keys_are_those_of_the_policy(model):
+    runner = model.runner(policy=_native.EvictionPolicy("lfu", LAYERS, EXPERTS))
+    Pass(model, 1, 1, chosen=[[5, 1]]).run(runner)
+    Pass(model, 1, 1, chosen=[[5, 6]]).run(runner)
+    keys = runner.keys()
+    assert keys.shape == (LAYERS, EXPERTS)
+    assert keys[1].argmax() == 5
+    assert (keys[0] == keys[0, 0]).all()
+
+
 def test_a_demand_waits_for_no_more_than_a_few_blocks_in_flight(model):
     seconds = 0.01  # a block
     link = model.link(bandwidth=PAGE / seconds, in_flight_bytes=6 * PAGE)
@@ -125,6 +163,8 @@ def test_wrong_experts_and_shares_are_refused(model):
     for experts in ([[0, EXPERTS]], [[LAYERS, 0]], [[0, -1]]):
         with pytest.raises(ValueError, match="must be from 0 to"):
             runner.preload(np.array(experts, np.int32), 1 << 20)
+        with pytest.raises(ValueError, match="must be from 0 to"):
+            runner.preload(EVERYTHING[:1], 1 << 20, np.array(experts, np.int32))
     with pytest.raises(ValueError, match=r"must be \[n, 2\]"):
         runner.preload(np.array([1, 2], np.int32), 1 << 20)
     with pytest.raises(ValueError, match="shares"):

@@ -1,4 +1,6 @@
-"""``miss="seldom"``: the CPU computes what is missing; experts stay until the routing has clearly changed."""
+"""``miss="seldom"`` and ``"stay"``: the CPU computes what is missing; experts stay until routing has changed
+clearly, or very much.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import pytest
 
 from moechat._native import EvictionPolicy, Timeline
 from moechat.configurator.systems import SYSTEMS, parse_settings
-from moechat.simulate.strategy import SELDOM, SELDOM_GAIN, Strategy, fastest, strategies
+from moechat.routing.hot_experts import long_run
+from moechat.simulate.strategy import SELDOM, SELDOM_GAIN, STAY, Strategy, fastest, strategies
 
 LAYERS, EXPERTS, BLOCKS, KEPT, RESERVE = 3, 24, 2, 6, 4
 
@@ -88,8 +91,28 @@ def test_experts_stay_and_hardly_any_is_uploaded() -> None:
     assert blocks["seldom"] < blocks["compute"] / 4
 
 
-def test_free_pages_are_filled_at_once() -> None:
-    made = timeline()
+def test_with_stay_less_is_uploaded_still() -> None:
+    blocks = {}
+    for miss in ("seldom", "stay"):
+        made = timeline(miss)
+        moved(made, routing(400))
+        blocks[miss] = moved(made, routing(400, first=KEPT, seed=1)).sum()
+    assert blocks["stay"] < blocks["seldom"] / 2
+
+
+def test_the_most_used_experts_take_the_places_of_others_between_passes() -> None:
+    made = timeline("stay")
+    moved(made, routing(100))
+    shares = np.zeros((LAYERS, EXPERTS))
+    shares[:, KEPT : 2 * KEPT] = 0.5
+    made.start_warm(shares, *long_run(shares, LAYERS * KEPT))
+    assert hot_share(made, KEPT) == 1
+    assert made.check() == ""
+
+
+@pytest.mark.parametrize("miss", ["seldom", "stay"])
+def test_free_pages_are_filled_at_once(miss: str) -> None:
+    made = timeline(miss)
     moved(made, routing(24))
     assert made.residency().sum() >= LAYERS * KEPT * BLOCKS
 
@@ -113,21 +136,23 @@ def test_keys_without_a_common_scale_replace_nothing(policy: str) -> None:
     assert made.residency().tolist() == before
 
 
-def test_it_is_a_candidate_where_the_cpu_can_compute() -> None:
+def test_they_are_candidates_where_the_cpu_can_compute() -> None:
     found = {each.name: each.settings for each in strategies(SYSTEMS["auto"], far_computes=True)}
     assert found[SELDOM] == parse_settings("auto:miss=seldom,prefetch=prompts,allocation=uniform,split=1")
-    assert SELDOM not in {each.name for each in strategies(SYSTEMS["auto"], far_computes=False)}
+    assert found[STAY] == parse_settings("auto:miss=stay,prefetch=prompts,allocation=model,split=1")
+    assert not {SELDOM, STAY} & {each.name for each in strategies(SYSTEMS["auto"], far_computes=False)}
 
 
-def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small() -> None:
+@pytest.mark.parametrize("name", [SELDOM, STAY])
+def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small(name: str) -> None:
     found = strategies(SYSTEMS["auto"], far_computes=True)
 
-    def chosen(seldom: float, other: float) -> str:
-        seconds = {each.name: 2.0 for each in found} | {SELDOM: seldom, "link": other}
+    def chosen(resting: float, other: float) -> str:
+        seconds = {each.name: 2.0 for each in found} | {name: resting, "link": other}
         return fastest(found, seconds).name
 
-    assert chosen(1.0, 1.0 + 2 * SELDOM_GAIN) == SELDOM
+    assert chosen(1.0, 1.0 + 2 * SELDOM_GAIN) == name
     assert chosen(1.0, 1.0 + SELDOM_GAIN / 2) == "link"
     assert chosen(1.0, 0.9) == "link"
-    alone = Strategy(SELDOM, "", SYSTEMS["auto"])
-    assert fastest([alone], {SELDOM: 1.0}) == alone
+    alone = Strategy(name, "", SYSTEMS["auto"])
+    assert fastest([alone], {name: 1.0}) == alone

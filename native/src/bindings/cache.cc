@@ -381,6 +381,12 @@ void bind_split_cache(py::module_& m) {
           "release",
           [](Self& self, std::int32_t layer, std::int32_t expert) { self.cache().release(layer, expert); },
           py::arg("layer"), py::arg("expert"))
+      .def(
+          "give_up",
+          [](Self& self, std::int32_t layer, std::int32_t expert, std::int32_t from) {
+            return self.cache().give_up(layer, expert, from);
+          },
+          py::arg("layer"), py::arg("expert"), py::arg("from_block") = 0)
       .def("plan", &plan, py::arg("layer"), py::arg("experts"), py::kw_only(), py::arg("at") = py::none(),
            py::arg("prefetch") = false, py::arg("max_blocks") = py::none(), py::arg("whole") = true,
            py::arg("preload") = false)

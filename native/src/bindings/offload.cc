@@ -301,11 +301,21 @@ py::list adaptive_layers_py(const RunnerObject& self) {
   return layers;
 }
 
-std::int64_t preload_py(const RunnerObject& self, const py::array& experts, std::int64_t most_bytes) {
+std::int64_t preload_py(const RunnerObject& self, const py::array& experts, std::int64_t most_bytes,
+                        const std::optional<py::array>& replaceable, bool to_targets) {
   const RunnerOptions& options = self.parts()->runner->options();
   const auto pairs = expert_pairs(experts);
+  const auto replaced = replaceable ? expert_pairs(*replaceable) : decltype(pairs){};
   const std::int64_t most = std::max<std::int64_t>(1, most_bytes / options.layout.record_bytes);
-  return self.call([&](ExpertRunner& runner) { return runner.preload(pairs, most); });
+  return self.call([&](ExpertRunner& runner) { return runner.preload(pairs, most, replaced, to_targets); });
+}
+
+py::array_t<double> keys_py(const RunnerObject& self) {
+  const std::vector<double> keys = self.call([](ExpertRunner& runner) { return runner.keys(); });
+  const RunnerOptions& options = self.parts()->runner->options();
+  py::array_t<double> array({options.layers, options.experts});
+  std::copy(keys.begin(), keys.end(), array.mutable_data());
+  return array;
 }
 
 std::int64_t finish_py(const RunnerObject& self, const py::array& x, py::array out) {
@@ -531,7 +541,9 @@ void bind_offload(py::module_& m) {
             self.call([&](ExpertRunner& runner) { runner.expect(values); });
           },
           py::arg("shares"))
-      .def("preload", &preload_py, py::arg("experts"), py::arg("most_bytes"))
+      .def("preload", &preload_py, py::arg("experts"), py::arg("most_bytes"),
+           py::arg("replaceable") = std::nullopt, py::arg("to_targets") = false)
+      .def("keys", &keys_py)
       .def("stop_preload",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.stop_preload(); }); })
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))

@@ -14,7 +14,8 @@ Miss miss_of(const std::string& name) {
   if (name == "both") return Miss::kBoth;
   if (name == "cpu") return Miss::kCpu;
   if (name == "seldom") return Miss::kSeldom;
-  refuse("miss is '" + name + "'; it must be 'fetch', 'compute', 'both', 'cpu' or 'seldom'");
+  if (name == "stay") return Miss::kStay;
+  refuse("miss is '" + name + "'; it must be 'fetch', 'compute', 'both', 'cpu', 'seldom' or 'stay'");
 }
 
 Ahead ahead_of(const std::string& name) {

@@ -294,12 +294,14 @@ void bind_simulate(py::module_& m) {
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
       .def(
           "start_warm",
-          [](Self& self, const py::array& shares, const py::array& experts) {
+          [](Self& self, const py::array& shares, const py::array& experts,
+             const std::optional<py::array>& replaceable) {
             const auto values = expert_shares(shares);
             const auto pairs = expert_pairs(experts);
-            self.call([&](Timeline& timeline) { timeline.start_warm(values, pairs); });
+            const auto replaced = replaceable ? expert_pairs(*replaceable) : decltype(pairs){};
+            self.call([&](Timeline& timeline) { timeline.start_warm(values, pairs, replaced); });
           },
-          py::arg("shares"), py::arg("experts"))
+          py::arg("shares"), py::arg("experts"), py::arg("replaceable") = std::nullopt)
       .def(
           "start_like",
           [](Self& self, Self& other) {

@@ -29,7 +29,8 @@
 //
 // A *preload* brings experts that earlier runs have used into free pages while nothing else is done. It is a
 // prefetch that takes no page of another expert and is never wasted: once landed, its blocks count as
-// resident.
+// resident. While nothing is done an expert can also be *given up*, protected or not, for one that is used
+// more in the long run.
 //
 // Not thread-safe; the schedule's owner serialises.
 #pragma once
@@ -180,6 +181,10 @@ class SplitExpertCache {
   // Frees the victims, takes the pages (fills in Plan::fetches[].page), marks them as being filled. Throws
   // std::logic_error if anything has changed since the plan.
   void commit(Plan* plan);
+  // Frees the blocks of an expert from number `from` on, protected or not; if that is 0, it is protected no
+  // longer. Returns how many; 0, and nothing has changed, if it is pinned, or if a block of it is on its way.
+  // Throws std::invalid_argument for a number out of range.
+  std::int64_t give_up(std::int32_t layer, std::int32_t expert, std::int32_t from = 0);
   // A page that belongs to no expert, for a block of an expert that is larger than all there is; kNoPage when
   // none is available. It counts as in flight until `landed` or `cancelled`, and as staging until
   // `give_staging`. Given back while it is in flight it becomes an orphan.

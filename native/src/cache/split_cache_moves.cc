@@ -208,6 +208,22 @@ void SplitExpertCache::evict(const Victim& victim) {
   drop_from(where, state_[where].assigned - victim.blocks);
 }
 
+std::int64_t SplitExpertCache::give_up(std::int32_t layer, std::int32_t expert, std::int32_t from) {
+  check_layer("layer", layer);
+  mark(&expert, 1);
+  if (from < 0) throw std::invalid_argument("from is " + std::to_string(from) + "; it cannot be negative");
+  const std::size_t where = place(layer, expert);
+  const Expert& state = state_[where];
+  if (state.pins > 0 || state.assigned <= from || state.resident != state.assigned) return 0;
+  ++version_;
+  for (std::int32_t slot = 0; from == 0 && state.kept && slot < kept_count_[size_of(layer)]; ++slot) {
+    if (kept_[place(layer, slot)] == expert) unkeep(layer, slot);
+  }
+  const std::int32_t freed = state.assigned - from;
+  evict({layer, expert, freed});
+  return freed;
+}
+
 // Takes `block` and all behind it from the expert.
 void SplitExpertCache::drop_from(std::size_t where, std::int32_t block) {
   Expert& expert = state_[where];

@@ -24,6 +24,7 @@
 // Decides only; executors compute. Not thread-safe; the schedule serialises.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -38,18 +39,25 @@ enum class Miss : std::uint8_t {
   kCompute,  // the CPU computes them; the link brings what is worth keeping
   kBoth,     // shared, whatever the experts are worth
   kCpu,      // the CPU computes them, and the link brings none of them: for a near tier too small for a cache
-  kSeldom    // the CPU computes them; the link brings an expert where it is clearly worth more than another
+  kSeldom,   // the CPU computes them; the link brings an expert where it is clearly worth more than another
+  kStay      // the same, where it is worth very much more: what is there was chosen for the long run
 };
 
 class FarShare {
  public:
   // Tokens of an expert up to which the CPU computes it.
   static constexpr std::int64_t kMostItems = 8;
-  // Difference of comparable keys (log-odds of the policy `forecast`) that is worth an upload for kSeldom:
-  // the odds are 4.5 times those of the other expert. Simulated on recorded routing, with 1/4 and 1/2 of the
-  // experts on an RTX 4090, 0.7 and 1.5 take up to 2 % more time than the strategy that is chosen without
-  // kSeldom, 0 and 2 up to 4 %, 3 up to 10 %. On made routing of many experts 1.5 and 2 take least.
-  static constexpr double kMuch = 1.5;
+  // Gains of a forecast that are worth an upload for kSeldom and kStay. A forecast (of the policy `forecast`)
+  // is 1 where an expert is needed at the next token, and the less the longer it will not be. The difference
+  // of two forecasts is about what the upload saves, and so decides better than the ratio of their odds,
+  // which is large for two experts that are both hardly used.
+  static constexpr double kMuch = 0.3;
+  static constexpr double kVeryMuch = 0.8;
+  // Whether an expert is worth the upload in place of another one. Comparable keys (log-odds) of both.
+  static bool worth_upload(Miss miss, double key, double replaced) {
+    const auto forecast = [](double log_odds) { return 1 / (1 + std::exp(-log_odds)); };
+    return forecast(key) - forecast(replaced) > (miss == Miss::kStay ? kVeryMuch : kMuch);
+  }
 
   explicit FarShare(std::int64_t record_bytes) : record_bytes_(record_bytes) {}
 

@@ -521,6 +521,16 @@ void LayerSchedule::reset_stats() {
   transfers_.reset_peak();
 }
 
+std::vector<double> LayerSchedule::keys() const {
+  std::vector<double> found;
+  found.reserve(at(std::int64_t{options_.layers} * options_.experts));
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+    const double* const keys = policy_->keys(layer);
+    found.insert(found.end(), keys, keys + options_.experts);
+  }
+  return found;
+}
+
 std::vector<std::int16_t> LayerSchedule::residency() const {
   std::vector<std::int16_t> blocks;
   blocks.reserve(at(std::int64_t{options_.layers} * options_.experts));

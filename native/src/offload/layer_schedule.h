@@ -157,11 +157,15 @@ class LayerSchedule {
   const AdaptiveStep* step() const { return step_.get(); }
   // As EvictionPolicy::expect, for all layers: shares [layers * experts]. Throws std::invalid_argument.
   void expect(const std::vector<double>& shares);
-  // Queues missing blocks of these experts (pairs of layer and expert, in this order) that earlier runs have
-  // used, at most `most` at a time, behind everything else on the link and into free pages beyond the
-  // reserve. To be called again and again between passes. Returns how many pairs at the front are done with:
-  // resident, or on their way. All of them if there are no pages left, or if the link has failed.
-  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most);
+  // Queues missing blocks of these experts (pairs of layer and expert, in this order), at most `most` at a
+  // time, behind everything else on the link and into free pages beyond the reserve. To be called again and
+  // again between passes. Returns how many pairs at the front are done with: resident, or on their way. All
+  // of them if there are no pages left, or if the link has failed. replaceable: experts that give up their
+  // pages for these, in this order; none of them is one of `experts`. to_targets: no expert gets more blocks
+  // than its target; those that have more give them up for others.
+  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most,
+                       const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable = {},
+                       bool to_targets = false);
   // Cancels what has not started of it; so does the next access of each layer.
   void stop_preload();
   // Throws LinkError, DeviceLostError, and what the executor throws; the layer was aborted.
@@ -196,6 +200,7 @@ class LayerSchedule {
   ScheduleStats stats() const;
   std::int64_t bytes_computed() const { return own_.bytes_computed; }
   void reset_stats();
+  std::vector<double> keys() const;             // [layers * experts], of the policy
   std::vector<std::int16_t> residency() const;  // [layers * experts] resident blocks
   ExpertPlaces places() const;
   std::string check() const { return cache_.check(); }
@@ -208,6 +213,7 @@ class LayerSchedule {
   const Slab& slab() const { return slab_; }
   Link& link() { return *link_; }
   void check_layer(std::int32_t layer) const;
+  void check_expert(std::int32_t layer, std::int32_t expert) const;
 
  private:
   struct Staged {

@@ -126,24 +126,36 @@ void LayerSchedule::expect(const std::vector<double>& shares) {
 }
 
 std::int64_t LayerSchedule::preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
-                                    std::int64_t most) {
+                                    std::int64_t most,
+                                    const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable,
+                                    bool to_targets) {
   const auto all = static_cast<std::int64_t>(experts.size());
+  for (const auto* const list : {&experts, &replaceable}) {
+    for (const auto& [layer, expert] : *list) check_expert(layer, expert);
+  }
   settle();
   if (active_) return 0;
   if (!link_->failure().empty()) return all;
+  std::size_t given = 0, trimmed = 0;  // of `replaceable`; of `experts`, from the end
+  const auto wanted_of = [&](std::int32_t layer) {
+    const LayerTarget& target = cache_.targets()[at(layer)];
+    return !to_targets ? options_.blocks : target.experts > 0 ? target.blocks : 0;
+  };
   for (std::int64_t done = 0; done < all; ++done) {
     const auto [layer, expert] = experts[at(done)];
-    check_layer(layer);
-    if (expert < 0 || expert >= options_.experts) {
-      throw std::invalid_argument("expert is " + std::to_string(expert) + "; it must be from 0 to " +
-                                  std::to_string(options_.experts - 1));
+    const std::int64_t lacks = wanted_of(layer) - cache_.assigned(layer, expert);
+    if (lacks <= 0) continue;
+    if (most - cache_.in_flight() < 1) return done;
+    std::int64_t room = slab_.free_pages() - options_.reserve;
+    for (; room < lacks && given < replaceable.size(); ++given) {
+      room += cache_.give_up(replaceable[given].first, replaceable[given].second);
     }
-    const std::int64_t lacks = options_.blocks - cache_.assigned(layer, expert);
-    if (lacks == 0) continue;
-    const std::int64_t room = slab_.free_pages() - options_.reserve;
+    for (; room < lacks && to_targets && trimmed < experts.size(); ++trimmed) {
+      const auto& [of, held] = experts[experts.size() - 1 - trimmed];
+      room += cache_.give_up(of, held, wanted_of(of));
+    }
     if (room < 1) return all;
     const std::int64_t count = std::min({lacks, room, most - cache_.in_flight()});
-    if (count < 1) return done;
     Want want{layer, layer_, &expert, 1, true, count, false};
     want.preload = true;
     cache_.plan(want, &plan_);
@@ -153,6 +165,13 @@ std::int64_t LayerSchedule::preload(const std::vector<std::pair<std::int32_t, st
     if (fetched < lacks) return room == fetched ? all : done;
   }
   return all;
+}
+
+void LayerSchedule::check_expert(std::int32_t layer, std::int32_t expert) const {
+  check_layer(layer);
+  if (expert >= 0 && expert < options_.experts) return;
+  throw std::invalid_argument("expert is " + std::to_string(expert) + "; it must be from 0 to " +
+                              std::to_string(options_.experts - 1));
 }
 
 void LayerSchedule::stop_preload() {

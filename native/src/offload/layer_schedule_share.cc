@@ -25,7 +25,7 @@ void LayerSchedule::divide() {
     assign_to_link(part_of_link(unassigned(), coming) - coming);
   } else if (miss_ == Miss::kCompute) {
     admit(keys);
-  } else if (miss_ == Miss::kSeldom) {
+  } else if (miss_ == Miss::kSeldom || miss_ == Miss::kStay) {
     admit_seldom(keys);
   }
 }
@@ -88,8 +88,8 @@ void LayerSchedule::admit_seldom(const double* keys) {
     const std::int32_t lacks = row.far_begin - row.link_end;
     if (lacks == 0) continue;
     if (lacks > free) {
-      const bool much =
-          policy_->comparable() && keys[expert_of(*place)] > cache_.cheapest(layer_) + FarShare::kMuch;
+      const bool much = policy_->comparable() &&
+                        FarShare::worth_upload(miss_, keys[expert_of(*place)], cache_.cheapest(layer_));
       if (much) row.link_end = row.far_begin;
       return;
     }

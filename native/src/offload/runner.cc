@@ -311,9 +311,16 @@ void ExpertRunner::expect(const std::vector<double>& shares) {
 }
 
 std::int64_t ExpertRunner::preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
-                                   std::int64_t most) {
+                                   std::int64_t most,
+                                   const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable,
+                                   bool to_targets) {
   const ApiLock lock(this);
-  return schedule_.preload(experts, most);
+  return schedule_.preload(experts, most, replaceable, to_targets);
+}
+
+std::vector<double> ExpertRunner::keys() const {
+  const ApiLock lock(this);
+  return schedule_.keys();
 }
 
 void ExpertRunner::stop_preload() {

@@ -138,7 +138,11 @@ class ExpertRunner {
   // As EvictionPolicy::expect, for all layers: shares [layers * experts].
   void expect(const std::vector<double>& shares);
   // As LayerSchedule.
-  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most);
+  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most,
+                       const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable = {},
+                       bool to_targets = false);
+  // [layers * experts]: keys of the policy.
+  std::vector<double> keys() const;
   void stop_preload();
   ScheduleStats stats() const;
   void reset_stats();

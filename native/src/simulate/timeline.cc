@@ -103,10 +103,11 @@ std::int64_t Timeline::preload(std::int32_t layer, const std::int32_t* experts, 
 }
 
 void Timeline::start_warm(const std::vector<double>& shares,
-                          const std::vector<std::pair<std::int32_t, std::int32_t>>& experts) {
+                          const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
+                          const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable) {
   schedule_.expect(shares);
   link_->hurry(true);
-  schedule_.preload(experts, schedule_.slab().pages());
+  schedule_.preload(experts, schedule_.slab().pages(), replaceable);
   drain();
   link_->hurry(hurried_);
 }

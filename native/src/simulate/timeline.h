@@ -91,9 +91,11 @@ class Timeline {
   // as there are free pages; they are accessed once for it. Returns how many blocks.
   std::int64_t preload(std::int32_t layer, const std::int32_t* experts, std::int64_t count,
                        std::int32_t blocks);
-  // As the engine after a start with statistics: as LayerSchedule::expect and ::preload, in no time.
+  // As the engine after a start with statistics, or at any time between passes: as LayerSchedule::expect and
+  // ::preload, in no time.
   void start_warm(const std::vector<double>& shares,
-                  const std::vector<std::pair<std::int32_t, std::int32_t>>& experts);
+                  const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
+                  const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable = {});
   // Takes over, in no time, which blocks lie in which pages of another timeline, where nothing may be on its
   // way. Protection follows this one's targets and policy. REQUIRES: nothing has been loaded here. Throws
   // std::invalid_argument if their sizes differ.
