@@ -108,6 +108,13 @@ class CheckpointError(UnsupportedModelError):
         super().__init__(message, hint=hint or _FETCH_AGAIN)
 
 
+class ModelRulesError(UnsupportedModelError):
+    """A rule that came with the model, its chat template or a part of its tokenizer, is out of bounds.
+
+    Either for any text, or for this one: then others may work, and a chat goes on.
+    """
+
+
 class DoesNotFitError(MoechatError):
     """Disk, RAM or VRAM is too small for the request.
 

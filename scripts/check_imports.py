@@ -36,7 +36,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"models", "configurator", "predict"}),
     frozenset({"sizes"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
-    frozenset({"geometry", "history", "kept_results", "reply_formats", "trials"}),
+    frozenset({"confined", "geometry", "history", "kept_results", "reply_formats", "trials"}),
     frozenset({"atomic_file", "config", "safe_text", "steps", "validation"}),
     frozenset({"errors"}),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moechat.confined.tokenising import tokenise
 from moechat.errors import UnsupportedModelError
 
 # On a real model (SmolLM2-135M, 4 bits), twice the tokens left 7 % less divergence.
@@ -33,10 +34,11 @@ def calibration_ids(tokenizer: Any, vocabulary: int) -> torch.Tensor:
 
     Raises:
         UnsupportedModelError: There is no tokenizer, or it does not belong to the model.
+        ModelRulesError: The tokenizer exceeds a limit.
     """
     if tokenizer is None:
         raise UnsupportedModelError("the model has no tokenizer")
-    ids = tokenizer(calibration_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenise(tokenizer, calibration_text(), "the model", add_special_tokens=False, verbose=False)
     if not ids or max(ids) >= vocabulary:
         raise UnsupportedModelError(f"the tokenizer does not fit the model's {vocabulary} embeddings")
     begin = getattr(tokenizer, "bos_token_id", None)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from moechat.budget.memory_plan import MemoryPlan
+from moechat.confined.process import SHARED, RefusedError
+from moechat.confined.templates import render_messages
+from moechat.confined.tokenising import tokenise
 from moechat.engine.messages import check_messages
 from moechat.engine.template_variables import template_variables
 from moechat.errors import SHORTEN, PromptTooLongError, UsageError, require_room
@@ -41,6 +44,8 @@ class PromptEncoder:
         self._plan = plan
         self._vocabulary = vocabulary
         self._on_gpu = on_gpu
+        if self.has_chat_template:
+            SHARED.start()  # so that the first message finds it ready
 
     @property
     def has_chat_template(self) -> bool:
@@ -70,7 +75,11 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a text, or of chat messages; see :meth:`Engine.encode`."""
+        """Tokens of a text, or of chat messages; see :meth:`Engine.encode`.
+
+        Raises:
+            ModelRulesError: Also: the chat template or the tokenizer exceeds a limit.
+        """
         _require_prompt(prompt)
         if self.tokenizer is None:
             raise UsageError(
@@ -134,7 +143,7 @@ class PromptEncoder:
 
     def _tokenise(self, text: str, **arguments: Any) -> list[int]:
         try:
-            return list(self.tokenizer(text, **arguments)["input_ids"])
+            return tokenise(self.tokenizer, text, self._name, **arguments)
         except (TypeError, UnicodeError) as error:
             raise UsageError(f"the prompt is not Unicode text: {error}") from error
 
@@ -156,17 +165,12 @@ class PromptEncoder:
         for message in checked:
             self._require_plausible_length(message.get("content") or "")
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                checked,
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **options,
-            )
-        except Exception as error:
+            text = render_messages(self.tokenizer, checked, self._name, tools=tools, options=options)
+        except RefusedError as error:
             raise UsageError(f"the chat template of {self._name} refuses these messages: {error}") from error
-        return list(encoded["input_ids"])
+        if len(text) > 2 * sum(len(message.get("content") or "") for message in checked):
+            self._require_plausible_length(text)  # the template may have written most of it
+        return self._tokenise(text, add_special_tokens=False)
 
     def _template_text(self) -> str:
         """The chat template; all of them where the tokenizer has several by name."""

@@ -10,7 +10,10 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-from moechat.errors import UnsupportedModelError, one_line
+from moechat.confined.tokenising import panics_reported, require_bounded_tokenizer
+from moechat.confined.tokenizer_rules import require_loadable
+from moechat.errors import ModelRulesError, UnsupportedModelError, one_line
+from moechat.models.gguf_splits import LINEAR_PATTERNS
 from moechat.store.side_files import has_tokenizer
 
 
@@ -29,11 +32,20 @@ def load_tokenizer(directory: Path) -> Any:
 
     Raises:
         UnsupportedModelError: Its files cannot be read, or require custom code.
+        ModelRulesError: Its rules have no reasonable bound; see :mod:`moechat.confined.tokenizer_rules`.
     """
     if not has_tokenizer(_names_in(directory)):
         return None
+    require_loadable(directory / "tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        with panics_reported(f"{directory}"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), trust_remote_code=False, local_files_only=True
+            )
+        require_bounded_tokenizer(tokenizer, f"{directory}", LINEAR_PATTERNS)
+        return tokenizer
+    except ModelRulesError:
+        raise
     except Exception as error:
         raise UnsupportedModelError(
             f"the tokenizer in {directory} cannot be used: {type(error).__name__}: {one_line(error)}",

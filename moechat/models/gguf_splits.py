@@ -127,3 +127,9 @@ SPLITS: Mapping[str, Splits] = {
     # Digits in groups of three, counted from the last one.
     "afmoe": Splits((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _WORDS_OF_DEEPSEEK)),
 }
+
+# Patterns whose time grows with the length of a text alone. Those that look ahead to the end of a number take
+# the square of its digits.
+LINEAR_PATTERNS = frozenset(
+    pattern for splits in SPLITS.values() for pattern in splits.patterns if "(?=(?:" not in pattern
+)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moechat.confined.tokenising import panics_reported
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # An incomplete UTF-8 sequence has at most 3 bytes; tokenizers decode it to one replacement character or to
 # one per byte. More replacement characters cannot become a character.
@@ -56,7 +58,8 @@ class TextStream:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        with panics_reported("this model"):
+            text: str = self._tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         return text

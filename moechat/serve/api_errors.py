@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 from moechat.errors import (
     DoesNotFitError,
     ModelNotFoundError,
+    ModelRulesError,
     MoechatError,
     NotAllowedError,
     OfflineError,
@@ -100,6 +101,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ServerBusyError, 429, "rate_limit_error", "queue_full"),
     (ServerClosingError, 503, _SERVER, "shutting_down"),
     (DoesNotFitError, 500, _SERVER, "does_not_fit"),
+    (ModelRulesError, 400, _INVALID, "model_rules"),
     (UnsupportedModelError, 500, _SERVER, "model_unsupported"),
     (NotAllowedError, 500, _SERVER, "model_not_allowed"),
     (OfflineError, 500, _SERVER, "offline"),

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moechat.errors import UsageError
+from moechat.confined.process import RefusedError
+from moechat.confined.templates import render_messages
+from moechat.confined.tokenising import tokenise
+from moechat.errors import UsageError, one_line
 
 MOST_BYTES = 4 << 30
 MOST_NAMED = 5
 PROMPT_KEYS = ("prompt", "instruction", "question")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
 CONTEXT_KEYS = ("context", "input")
+_NAME = "the model"  # in messages
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 FORM_HINT = (
     'write one JSON object per line: {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", '
@@ -78,6 +82,7 @@ def read_data(path: Path, tokenizer: Any, max_tokens: int) -> DataSet:
     Raises:
         UsageError: The file cannot be read, has no sequence, or has malformed lines; the message gives the
             numbers of the first of them and what is wrong.
+        ModelRulesError: The chat template or the tokenizer exceeds a limit.
     """
     try:
         with open(path, "rb") as file:
@@ -196,18 +201,14 @@ class _Reader:
         self.examples.append(Example(number, tuple(ids), tuple(trained), prompt))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return tokenise(self._tokenizer, text, _NAME, add_special_tokens=special, verbose=False)
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool) -> list[int]:
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=prompt, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # templates raise what they like
-            raise _BadLineError(
-                f"the chat template refuses it: {' '.join(str(error).split())[:200]}"
-            ) from None
-        return list(ids)
+            text = render_messages(self._tokenizer, messages, _NAME, add_generation_prompt=prompt)
+        except RefusedError as error:
+            raise _BadLineError(f"the chat template refuses it: {one_line(error, 200)}") from None
+        return self._encode(text, special=False)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moechat.cli.commands.count_arguments import CountCommand
 from moechat.cli.commands.prompt_input import read_prompt
 from moechat.cli.commands.tokenizer_check import require_tokenizer
 from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.consoles import write_json_line, write_output
-from moechat.errors import UsageError
+from moechat.errors import UsageError, one_line
 from moechat.hub.model_ref import ModelRef
 from moechat.hub.names import resolve
 
@@ -59,18 +60,27 @@ def _directory(ref: ModelRef) -> Iterator[Path]:
 
 def _counted(directory: Path, name: str, text: str, *, chat: bool) -> tuple[int, int]:
     """Tokens of a text, and the context that the model was made for."""
+    from moechat.confined.tokenising import tokenise
     from moechat.models.assets import load_tokenizer
     from moechat.models.outlining import read_config
     from moechat.sizes.context_length import context_length, stated_context
 
     tokenizer = load_tokenizer(directory)
     if not chat:
-        encoded = tokenizer(text)
+        tokens = tokenise(tokenizer, text, name)
     elif not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{name} has no chat template: it was not made for chats", hint="leave --chat out")
     else:
         messages = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-    return len(encoded["input_ids"]), context_length(stated_context(read_config(directory)), None)
+        tokens = tokenise(tokenizer, _rendered(tokenizer, messages, name), name, add_special_tokens=False)
+    return len(tokens), context_length(stated_context(read_config(directory)), None)
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], name: str) -> str:
+    from moechat.confined.process import RefusedError
+    from moechat.confined.templates import render_messages
+
+    try:
+        return render_messages(tokenizer, messages, name)
+    except RefusedError as error:
+        raise UsageError(f"the chat template of {name} refuses this text: {one_line(error)}") from None
