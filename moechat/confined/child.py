@@ -20,6 +20,7 @@ sandbox finds neither secrets (the parent passes no environment) nor a way to op
 
 from __future__ import annotations
 
+import fcntl
 import json
 import marshal
 import os
@@ -37,6 +38,7 @@ from typing import Any
 LENGTH = struct.Struct("<cQ")  # of a reply; requests have only the number
 REQUEST = struct.Struct("<Q")
 _MOST_OF_AN_ERROR = 2000
+_STEPS_OF_A_CALL = 4  # of a macro, by the time that it takes beside a turn of a loop
 _STEP = "a step"  # a filter, which costs less than a call; no template can write its name
 _ENCODINGS = (
     *("ascii", "latin-1", "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"),
@@ -58,13 +60,13 @@ class Steps:
     def __init__(self) -> None:
         self.left = 0
 
-    def take(self) -> str:
-        """Count one.
+    def take(self, count: int) -> str:
+        """Count some.
 
         Raises:
             LimitReachedError: There were too many.
         """
-        self.left -= 1
+        self.left -= count
         if self.left < 0:
             raise LimitReachedError("steps")
         return ""
@@ -99,14 +101,15 @@ def make_environment(steps: Steps) -> Any:
             return caller()
 
     @pass_context  # so that it is never computed while the template is compiled
-    def step(context: Any, value: str) -> str:
-        return steps.take()
+    def step(context: Any, count: int) -> str:
+        return steps.take(count)
 
     class Environment(ImmutableSandboxedEnvironment):
         def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
             tree = super()._parse(source, name, filename)
             for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-                counted = nodes.Filter(nodes.Const(""), _STEP, [], [], None, None)
+                count = 1 if isinstance(node, nodes.For) else _STEPS_OF_A_CALL
+                counted = nodes.Filter(nodes.Const(count), _STEP, [], [], None, None)
                 statement = nodes.ExprStmt(counted).set_lineno(node.lineno)
                 node.body.insert(0, statement.set_environment(self))  # type: ignore[attr-defined]
             return tree
@@ -277,12 +280,16 @@ def main() -> None:
     # Ctrl-C is for the parent; this process ends when the parent closes the pipe.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGIO):
+        signal.signal(number, signal.SIG_DFL)
     sys.path.extend(sys.argv[1:])
     worker = Worker()
     _preload()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     _give_up_rights()
+    # While a request is computed, stdin changes only by its end: then SIGIO ends this process at once.
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(0, fcntl.F_GETFL)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     _write(b"R", "")
     while True:
@@ -292,9 +299,11 @@ def main() -> None:
         if most != resource.RLIM_INFINITY:
             allowed = min(allowed, most)
         resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
+        fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         letter, text = _answer(worker, tuple(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
+        fcntl.fcntl(0, fcntl.F_SETFL, flags)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         _write(letter, text)
         if letter == b"L":

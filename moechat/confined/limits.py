@@ -15,7 +15,7 @@ class Limits:
 
     Attributes:
         output: Characters of the result.
-        steps: Turns of loops and calls of macros, all together.
+        steps: Turns of loops and calls of macros, all together; a call counts four.
         memory: Bytes of address space beyond what the process has before.
         cpu_s: Seconds of processor time.
         wall_s: Seconds until the process is ended from outside, whatever it does.

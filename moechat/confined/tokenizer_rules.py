@@ -1,8 +1,8 @@
 """What a tokenizer's description says about its cost: rules without bound are refused, risky ones confined.
 
-A ``tokenizer.json`` may multiply text (a normalizer that replaces "a" by "aa", 30 times), split it by a regular
-expression that tries exponentially many ways, or add a million tokens to every text. None of this needs a
-vocabulary, so this module looks at the other parts only.
+A ``tokenizer.json`` may multiply text (a normalizer that replaces "a" by "aa", 30 times), split it by a
+regular expression that tries exponentially many ways, or add a million tokens to every text. None of this
+needs a vocabulary, so this module looks at the other parts only.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def require_bounded(parts: Mapping[str, Any], name: str, harmless: Collection[st
         The growth by normalizer and pre-tokenizer.
 
     Raises:
-        ModelRulesError: A text could grow more than :data:`MOST_GROWTH` times, a post-processor adds more than
-            :data:`MOST_ADDED` tokens or repeats the text, a decoder uses a regular expression or multiplies
-            text, or words that are searched for parts may be longer than :data:`MOST_WORD`.
+        ModelRulesError: A text could grow more than :data:`MOST_GROWTH` times, a post-processor adds more
+            than :data:`MOST_ADDED` tokens or repeats the text, a decoder uses a regular expression or
+            multiplies text, or words that are searched for parts may be longer than :data:`MOST_WORD`.
     """
     read = growth([*flat(parts.get("normalizer")), *flat(parts.get("pre_tokenizer"))], harmless)
     if read.factor > MOST_GROWTH:

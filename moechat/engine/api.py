@@ -416,8 +416,8 @@ class Engine:
                 malformed.
             PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
                 minutes and gigabytes, and could not be interrupted.
-            ModelRulesError: The model's chat template or tokenizer exceeds a limit of time, memory or size, or
-                its tokenizer fails on this text. It is an :class:`UnsupportedModelError`.
+            UnsupportedModelError: The model's chat template or tokenizer exceeds a limit of time, memory or
+                size, or its tokenizer fails on this text.
         """
         return self.prompts.encode(prompt, tools=tools, template_options=template_options)
 
