@@ -17,6 +17,7 @@ from moechat.chat.signals import no_more_interrupts, uninterrupted
 from moechat.chat.terminal.reader import PlainReader, Reader, new_reader
 from moechat.errors import DeviceLostError, MoechatError, PromptTooLongError, StoreDamagedError
 from moechat.history.attachments import attach
+from moechat.safe_text import neutralise
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import ChatOptions
@@ -116,7 +117,7 @@ class Chat:
             self.session.status.error(str(error), error.hint)
         except Exception as error:  # loading the model may have taken minutes: keep it
             if os.environ.get("MOECHAT_DEBUG") == "1":
-                traceback.print_exc()
+                sys.stderr.write(neutralise(traceback.format_exc()))
             self.session.status.error(
                 f"{type(error).__name__}: {error}".rstrip(": "),
                 "the chat goes on; MOECHAT_DEBUG=1 shows where this happened",

@@ -206,9 +206,7 @@ def _end(error: BaseException) -> int:
         if _is_interrupt(error):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         if os.environ.get("MOECHAT_DEBUG") == "1" and not isinstance(error, SystemExit):
-            import traceback
-
-            traceback.print_exception(error)
+            _show_traceback(error)
         status = _explain(error)
         sys.stderr.flush()
         if not isinstance(error, BrokenPipeError):
@@ -217,6 +215,15 @@ def _end(error: BaseException) -> int:
         status = 0 if isinstance(error, BrokenPipeError) else _status(error)
     _discard_output()
     return status
+
+
+def _show_traceback(error: BaseException) -> None:
+    """Print where an error happened. Its text may be a file's, so it must not reach the terminal as it is."""
+    import traceback
+
+    from moechat.safe_text import neutralise
+
+    sys.stderr.write(neutralise("".join(traceback.format_exception(error))))
 
 
 def _origin(error: BaseException) -> BaseException:
