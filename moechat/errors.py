@@ -2,7 +2,8 @@
 
 Every expected error derives from :class:`MoechatError` and carries the exit status that the command line
 returns for it: 0 success, 1 unexpected, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline
-and not cached, 6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated.
+and not cached, 6 store damaged, 7 GPU lost, 8 in use by another program, 9 a file system failed, 129 terminal
+closed (SIGHUP), 130 interrupted, 143 terminated.
 ``str(error)`` states the fact with its numbers; ``error.hint`` gives the next step.
 """
 
@@ -157,6 +158,18 @@ class StoreDamagedError(MoechatError):
 
 class StoreFormatError(StoreDamagedError):
     """A store has an older format, which is no longer read; where its source is known it is made again."""
+
+
+class InUseError(MoechatError):
+    """Another program uses what is to be changed or removed."""
+
+    exit_code = 8
+
+
+class StorageError(MoechatError):
+    """A file system failed or refused: an input/output error, a directory that cannot be written."""
+
+    exit_code = 9
 
 
 class SessionsUnavailableError(MoechatError):

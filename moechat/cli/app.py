@@ -39,8 +39,8 @@ moechat plan mixtral --vram 12G --gpu rtx3060-12g
 moechat download olmoe
 
 Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, \
-6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated; \
-1 anything else.
+6 store damaged, 7 GPU lost, 8 in use by another program, 9 a file system failed, \
+129 terminal closed (SIGHUP), 130 interrupted, 143 terminated; 1 anything else.
 """
 _DOCTOR_HELP = """\
 Look for what is wrong or could be better here: one report to paste.

@@ -1,6 +1,6 @@
 """Entry point of the ``moechat`` command: takes arguments, returns the exit status.
 
-Exit status: 0 ok (also when the reader of the output closed it), 1 unexpected error, 2 to 7 as in
+Exit status: 0 ok (also when the reader of the output closed it), 1 unexpected error, 2 to 9 as in
 :mod:`moechat.errors`, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated. Errors go to stderr as
 ``error: …`` and ``hint: …``; a traceback only with ``MOECHAT_DEBUG=1``.
 """

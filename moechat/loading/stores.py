@@ -19,6 +19,7 @@ from moechat.store.convert import ConvertProgress, convert
 from moechat.store.kept import choose_bits, may_be_kept
 from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
+from moechat.store.workspace import remove_stale_leftovers
 
 # In the manifest of a store whose source was quantised: why it does not keep that encoding.
 _NOT_KEPT = "not_kept"
@@ -46,6 +47,7 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
         )
         if store.is_in_place():
             record_use(store.path, user_paths())
+            remove_stale_leftovers(store.path)
             return store
         store.release()
     raise _replaced(store)

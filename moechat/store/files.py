@@ -25,19 +25,20 @@ import numpy.typing as npt
 from moechat import _native
 from moechat.atomic_file import TEMPORARY, sync_directory
 from moechat.config import HOME_VARIABLE
-from moechat.errors import DoesNotFitError, MoechatError
+from moechat.errors import DoesNotFitError, MoechatError, StorageError
 
 _HASH_CHUNK = 4 << 20
 # Also of one write.
 HUGE_PAGE_BYTES = 2 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FAULTY_DISK = "look at the system's log (dmesg) for faults of the disk"
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR)
 
 
 @contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Convert ``OSError`` in the block to ``MoechatError``; a full disk becomes ``DoesNotFitError``.
+    """Convert ``OSError`` in the block to ``StorageError``; a full disk becomes ``DoesNotFitError``.
 
     Args:
         doing: The operation, for the message: ``"converting"``.
@@ -54,10 +55,12 @@ def explained(doing: str, path: Path) -> Iterator[None]:
                 f"the disk of {path} is full while {doing}: {problem.strerror}",
                 hint="free some space and run the same command again; finished work is kept",
             ) from problem
-        hint = None
+        hint = (
+            "look at the system's log (dmesg) for faults of the disk" if problem.errno == errno.EIO else None
+        )
         if _cannot_be_written(problem, path):
             hint = f"set {HOME_VARIABLE} to a directory that can be written to: models are kept there"
-        raise MoechatError(
+        raise StorageError(
             f"{doing} failed at {target}: {problem.strerror or problem}", hint=hint
         ) from problem
 

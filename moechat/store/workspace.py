@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,16 @@ from threading import Lock
 from typing import Any
 
 from moechat.atomic_file import sync_directory
-from moechat.errors import DoesNotFitError
+from moechat.errors import DoesNotFitError, InUseError, MoechatError
 from moechat.store.files import format_bytes, hash_file, write_durably
+from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import FileRecord
 from moechat.store.outline import StoreOutline
 from moechat.store.pipelined_file import PipelinedFile
 from moechat.store.safetensors_file import strict_json
 from moechat.store.store import removal_path
 
-_JOURNAL = "journal.json"
+_JOURNAL, _STORE = "journal.json", "store"
 _FILE_SYSTEM_BLOCK = 4096
 _DISK_SLACK = 1 << 20  # manifest, journal, directories
 
@@ -45,6 +47,24 @@ def remove_leftovers(destination: Path) -> None:
     """Delete leftovers of interrupted conversions and removals of ``destination``. Requires the lock."""
     shutil.rmtree(workspace_path(destination), ignore_errors=True)
     shutil.rmtree(removal_path(destination), ignore_errors=True)
+
+
+def remove_stale_leftovers(destination: Path) -> None:
+    """Delete what a conversion could not delete because the disk failed, beside a finished store.
+
+    Work that a later conversion can go on with stays, as does everything of a running one.
+    """
+    lock, workspace, removed = (place(destination) for place in (lock_path, workspace_path, removal_path))
+    if not (lock.exists() or workspace.exists() or removed.exists()):
+        return
+    with suppress(OSError, MoechatError), exclusive_lock(lock, _give_up):
+        shutil.rmtree(removed, ignore_errors=True)
+        if not (workspace / _STORE).exists():
+            shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _give_up() -> None:
+    raise InUseError("a conversion is running")
 
 
 class Workspace:
@@ -66,7 +86,7 @@ class Workspace:
         """
         self._destination = destination
         self._root = workspace_path(destination)
-        self._store = self._root / "store"
+        self._store = self._root / _STORE
         self._key = key
         self.finished: dict[str, FileRecord] = {}
         self._recording = Lock()
@@ -154,9 +174,12 @@ class Workspace:
         if self._destination.exists():
             os.rename(self._destination, removal_path(self._destination))
         os.rename(self._store, self._destination)
-        sync_directory(self._destination.parent)
-        shutil.rmtree(removal_path(self._destination), ignore_errors=True)
-        self.discard()
+        try:
+            sync_directory(self._destination.parent)
+        finally:
+            # The store is in its place: nothing of this directory would be used again.
+            shutil.rmtree(removal_path(self._destination), ignore_errors=True)
+            self.discard()
 
     def discard(self) -> None:
         """Delete the work directory."""

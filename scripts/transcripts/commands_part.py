@@ -111,6 +111,15 @@ def exits(stage: Stage) -> None:
 
     _failing_gpu(stage)
 
+    record.say("8: in use by another program")
+    stage.command('mkdir -p "$MOECHAT_HOME/models" && cp -r damaged "$MOECHAT_HOME/models/used-4"')
+    stage.command(
+        'flock -s "$MOECHAT_HOME/models/used-4/manifest.json" moechat rm used-4 --yes', "is in use", status=8
+    )
+
+    record.say("9: a file system that fails or refuses")
+    stage.command("MOECHAT_HOME=/proc/nobody moechat run ./checkpoint hello", "converting failed", status=9)
+
     record.say(
         "129, 130, 143: terminal closed, interrupted, terminated during an answer; what was written stays"
     )
@@ -122,7 +131,7 @@ def exits(stage: Stage) -> None:
     ):
         done = stage.signalled(story, number, status=status, note=named)
         record.check(done.out.strip(), f"{named}: the words before it are there")
-    shown = {0, 1, 2, 3, 4, 5, 6, 7, 129, 130, 143}
+    shown = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 129, 130, 143}
     record.check(documented == shown, f"the manual documents {sorted(documented)}, shown are {sorted(shown)}")
 
 

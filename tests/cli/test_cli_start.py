@@ -265,7 +265,7 @@ def test_an_early_interrupt_shows_no_traceback(cli: Cli, monkeypatch: pytest.Mon
 
 def test_a_home_that_cannot_be_created_is_reported_with_a_hint(cli: Cli, model: str) -> None:
     result = Cli(cli.directory, Path("/proc/nobody")).call("run", model, "hi", "--bits", "8")
-    assert (result.status, result.out) == (1, b"")
+    assert (result.status, result.out) == (9, b"")
     assert "error: converting failed at /proc/nobody" in result.err
     assert "hint: set MOECHAT_HOME to a directory that can be written to" in result.err
 

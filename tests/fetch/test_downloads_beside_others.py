@@ -55,7 +55,7 @@ def test_a_new_commit_of_the_same_weights_is_noted_unless_the_store_is_in_use(in
     assert inside.call("download", REPOSITORY).status == 0
     assert Store.open(path).manifest.source.revision == COMMIT
     assert running.is_in_place()
-    assert inside.call("rm", REPOSITORY, "--yes").status == 1
+    assert inside.call("rm", REPOSITORY, "--yes").status == 8
     assert path.exists()
     running.release()
     assert inside.call("download", REPOSITORY).status == 0

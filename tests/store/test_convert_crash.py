@@ -20,13 +20,21 @@ import pytest
 from places import SUPPORT
 from store_support import beside, mixtral_plan, tree, write_mixtral
 
-from moechat.errors import CheckpointError, DoesNotFitError, MoechatError, StoreDamagedError, UsageError
+from moechat.errors import (
+    CheckpointError,
+    DoesNotFitError,
+    MoechatError,
+    StorageError,
+    StoreDamagedError,
+    UsageError,
+)
 from moechat.store import files, workspace
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.conversion import Conversion
 from moechat.store.convert import ConvertProgress, convert
+from moechat.store.lock import exclusive_lock
 from moechat.store.store import Store, removal_path
-from moechat.store.workspace import lock_path, workspace_path
+from moechat.store.workspace import lock_path, remove_stale_leftovers, workspace_path
 
 CHILD = [sys.executable, str(SUPPORT / "convert_child.py")]
 BITS = 4
@@ -342,6 +350,95 @@ def test_every_system_call_reports_a_full_disk(
     assert not destination.exists()
     run(mixtral, destination)
     assert tree(destination) == reference
+
+
+def failing_at(call: str, number: int) -> Any:
+    """``os.fsync`` or another call that fails with an input/output error at its ``number``-th use."""
+    real, uses = getattr(os, call), 0
+
+    def fail(*given: Any, **named: Any) -> Any:
+        nonlocal uses
+        uses += 1
+        if uses == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*given, **named)
+
+    return fail
+
+
+def test_an_error_at_any_fsync_has_its_status_and_leaves_nothing_for_good(
+    mixtral: Path, library: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = library / "m"
+    synced = 0
+    with monkeypatch.context() as patch:
+        count = os.fsync
+
+        def counted(descriptor: int) -> None:
+            nonlocal synced
+            synced += 1
+            count(descriptor)
+
+        patch.setattr(os, "fsync", counted)
+        run(mixtral, destination)
+    shutil.rmtree(destination)
+    assert synced > 10
+    for number in sorted({*range(1, synced, 7), *range(synced - 2, synced + 1)}):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing_at("fsync", number))
+            with pytest.raises(StorageError, match=r"converting failed at .*: Input/output error") as failed:
+                run(mixtral, destination)
+        assert failed.value.exit_code == 9
+        assert "dmesg" in (failed.value.hint or "")
+        if number == synced:  # the store is in its place: no later conversion would tidy up
+            assert_nothing_or_complete(destination)
+            assert beside(destination) == []
+        run(mixtral, destination)
+        assert tree(destination) == reference
+        assert beside(destination) == []
+        shutil.rmtree(destination)
+
+
+def test_what_a_failing_disk_kept_is_removed_when_the_store_is_used(
+    mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = library / "m"
+    unlink = os.unlink
+
+    def failing(path: Any, **options: Any) -> None:
+        if Path(path) == lock_path(destination):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        patch.setattr(workspace.shutil, "rmtree", lambda *_, **__: None)  # its errors are ignored
+        run(mixtral, destination)
+    shutil.copytree(destination, removal_path(destination))
+    assert len(beside(destination)) == 3
+    remove_stale_leftovers(destination)
+    assert beside(destination) == []
+    Store.open(destination).verify()
+
+
+def test_work_that_can_go_on_and_that_of_others_is_kept(mixtral: Path, library: Path) -> None:
+    destination = library / "m"
+
+    def interrupt(event: ConvertProgress) -> None:
+        if event.detail.startswith("layer 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(mixtral, destination, progress=interrupt)
+    remove_stale_leftovers(destination)
+    assert (workspace_path(destination) / "store").is_dir()
+    shutil.rmtree(workspace_path(destination))
+    workspace_path(destination).mkdir()
+    with exclusive_lock(lock_path(destination)):
+        remove_stale_leftovers(destination)
+        assert workspace_path(destination).exists()
+    remove_stale_leftovers(destination)
+    assert beside(destination) == []
 
 
 def test_a_library_that_cannot_be_written_is_an_error_with_a_hint(

@@ -11,7 +11,7 @@ from moechat.cli.commands.library_list import split_running, title_of
 from moechat.cli.terminal.consoles import can_ask, confirm, print_notice
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import Paths, user_paths
-from moechat.errors import ModelNotFoundError, MoechatError, UsageError
+from moechat.errors import InUseError, ModelNotFoundError, MoechatError, UsageError
 from moechat.hub.leftovers import (
     KeptSource,
     Leftover,
@@ -43,7 +43,7 @@ class RemoveCommand:
             raise UsageError("rm needs the name of a model", hint="`moechat list` shows them")
 
 
-class _BusyError(MoechatError):
+class _BusyError(InUseError):
     """A running download or conversion uses the directory."""
 
 
@@ -74,8 +74,9 @@ def remove_models(command: RemoveCommand) -> int:
     Raises:
         ModelNotFoundError: A model is missing; nothing was removed.
         UsageError: Confirmation is impossible, or the model is the demo.
-        MoechatError: A store is in use or cannot be deleted; the models after it stay. Or a running download
-            uses a leftover of a named model; everything else was removed.
+        InUseError: A store is in use; the models after it stay. Or a running download uses a leftover of a
+            named model; everything else was removed.
+        StorageError: A store cannot be deleted; the models after it stay.
     """
     paths = user_paths()
     work = _collect(command, paths)
@@ -208,8 +209,8 @@ def _remove(entry: LibraryEntry, paths: Paths) -> None:
     print_notice(f"removed {title_of(entry)}, {entry.form}: {format_bytes(entry.nbytes)} are free again")
 
 
-def _in_use(entry: LibraryEntry, how: str) -> MoechatError:
-    return MoechatError(f"{title_of(entry)} {how}", hint="end that program first, then remove it again")
+def _in_use(entry: LibraryEntry, how: str) -> InUseError:
+    return InUseError(f"{title_of(entry)} {how}", hint="end that program first, then remove it again")
 
 
 def _remove_leftover(item: Leftover, *, even_if_kept: bool) -> None:
