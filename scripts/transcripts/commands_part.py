@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 
+from hub_checkpoint import write_hub_checkpoint
 from stage import ROOT, Stage
 
 _SUMMARY = "{text, finish_reason, answer_tokens: .statistics.output_tokens, seed: .statistics.seed}"
@@ -111,14 +112,21 @@ def exits(stage: Stage) -> None:
 
     _failing_gpu(stage)
 
-    record.say("8: in use by another program")
-    stage.command('mkdir -p "$MOECHAT_HOME/models" && cp -r damaged "$MOECHAT_HOME/models/used-4"')
+    record.say("8: in use by another program, here by one that holds the lock of a running model")
+    stage.command("mkdir -p other/data/models && cp -r damaged other/data/models/used-4bit")
     stage.command(
-        'flock -s "$MOECHAT_HOME/models/used-4/manifest.json" moechat rm used-4 --yes', "is in use", status=8
+        "MOECHAT_HOME=$PWD/other flock -s other/data/models/used-4bit/manifest.json moechat rm used-4bit -y",
+        "is in use",
+        status=8,
     )
 
-    record.say("9: a file system that fails or refuses")
-    stage.command("MOECHAT_HOME=/proc/nobody moechat run ./checkpoint hello", "converting failed", status=9)
+    record.say(
+        "9: a file system that refuses: a conversion into /proc"
+    )
+    write_hub_checkpoint(stage.work / "checkpoint")
+    stage.command(
+        "MOECHAT_HOME=/proc/nobody moechat run ./checkpoint hello --bits 8", "converting failed", status=9
+    )
 
     record.say(
         "129, 130, 143: terminal closed, interrupted, terminated during an answer; what was written stays"
