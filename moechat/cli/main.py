@@ -52,6 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.set_threshold(_GC_OBJECTS)
         end = _QuickEnd()
         atexit.register(end)
+    own = arguments is None
+    try:
+        status = _run(sys.argv[1:] if arguments is None else list(arguments))
+        if own:
+            _stop_handling_signals()
+    except BaseException as error:  # a signal while another error was reported, or at the very end
+        status = _end(_origin(error))
+        if own:
+            _stop_handling_signals()
+    if own:
+        end.status = status
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the command and report its error; returns the exit status."""
     try:
         end_on_signals()
         _prepare_standard_streams()
@@ -59,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported here so that interrupts and import errors are reported like all others.
         from moechat.cli.app import parse
 
-        status = parse(sys.argv[1:] if arguments is None else list(arguments))()
+        status = parse(arguments)()
         sys.stdout.flush()
         if sys.stderr.isatty():
             from moechat.cli.update_notice import announce
@@ -67,9 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             announce()
     except BaseException as error:
         status = _end(_origin(error))
-    if arguments is None:
-        _stop_handling_signals()
-        end.status = status
     return status
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moechat.confined.tokenising import panics_reported
 from moechat.errors import MoechatError, UsageError, one_line
 from moechat.reply_formats.lark import JSON_SPACE
 
@@ -141,7 +142,8 @@ class GrammarCompiler:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._tokenizer, eos_token=sorted(self._stop_tokens) or None)
+            with panics_reported("this model"):
+                return from_tokenizer(self._tokenizer, eos_token=sorted(self._stop_tokens) or None)
         except Exception as error:
             raise UsageError(
                 f"this model's tokenizer cannot be used with grammars: {one_line(error)}",

@@ -12,7 +12,7 @@ import torch
 from moechat.budget.memory_plan import MemoryPlan
 from moechat.confined.process import SHARED, RefusedError
 from moechat.confined.templates import render_messages
-from moechat.confined.tokenising import tokenise
+from moechat.confined.tokenising import panics_reported, tokenise
 from moechat.engine.messages import check_messages
 from moechat.engine.template_variables import template_variables
 from moechat.errors import SHORTEN, PromptTooLongError, UsageError, require_room
@@ -139,7 +139,8 @@ class PromptEncoder:
         token = require_whole("token", token, 0, self._vocabulary - 1)
         if self.tokenizer is None:
             return ""
-        return str(self.tokenizer.decode([token], skip_special_tokens=False))
+        with panics_reported(self._name):
+            return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _tokenise(self, text: str, **arguments: Any) -> list[int]:
         try:

@@ -120,9 +120,7 @@ def exits(stage: Stage) -> None:
         status=8,
     )
 
-    record.say(
-        "9: a file system that refuses: a conversion into /proc"
-    )
+    record.say("9: a file system that refuses: a conversion into /proc")
     write_hub_checkpoint(stage.work / "checkpoint")
     stage.command(
         "MOECHAT_HOME=/proc/nobody moechat run ./checkpoint hello --bits 8", "converting failed", status=9

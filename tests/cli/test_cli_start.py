@@ -382,6 +382,45 @@ def test_a_signal_while_a_class_is_made_keeps_its_status(
 
 
 @every_signal
+def test_a_signal_while_an_error_is_reported_keeps_its_status(
+    cli: Cli, number: signal.Signals, status: int
+) -> None:
+    script = (
+        "import os, sys\n"
+        "from moechat.cli import app, main\n"
+        "from moechat.errors import MoechatError\n"
+        "class Late(MoechatError):\n"
+        "    def __str__(self):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(1000): pass\n"
+        "        return 'too late'\n"
+        "def command():\n"
+        "    raise Late('')\n"
+        "app.parse = lambda _: command\n"
+        "sys.exit(main.main())\n"
+    )
+    assert ended(cli, script) == (status, b"")
+
+
+@every_signal
+def test_a_signal_at_the_very_end_keeps_its_status(cli: Cli, number: signal.Signals, status: int) -> None:
+    script = (
+        "import os, sys\n"
+        "from moechat.cli import app, main\n"
+        "last = main._stop_handling_signals\n"
+        "def late():\n"
+        "    main._stop_handling_signals = last\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    for _ in range(1000): pass\n"
+        "    last()\n"
+        "main._stop_handling_signals = late\n"
+        "app.parse = lambda _: lambda: 0\n"
+        "sys.exit(main.main())\n"
+    )
+    assert ended(cli, script) == (status, b"")
+
+
+@every_signal
 def test_a_signal_during_a_finaliser_is_not_lost(cli: Cli, number: signal.Signals, status: int) -> None:
     script = (
         "import os, sys, time\n"
