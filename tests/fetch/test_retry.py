@@ -73,7 +73,7 @@ def test_a_login_page_does_not_damage_partial_files(inside: Cli, hub: Hub, refer
 def test_after_the_first_byte_requests_are_retried_through_an_outage(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 30.0)
+    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 600.0)
     hub.faults.busy = 6  # more than the tries that a hub gets which never answered
     finished(inside, inside.call("download", REPOSITORY), reference)
 

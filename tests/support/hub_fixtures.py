@@ -99,6 +99,6 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     # A plan times samples of the conversion: small ones do here.
     for name, size in (("_NEURONS", 64), ("_COLUMNS", 256), ("_TOKENS", 64)):
         monkeypatch.setattr(duration, name, size)
-    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 2.0)
+    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 20.0)  # a busy machine may be as slow as a bad hub
     close_session()
     return program
