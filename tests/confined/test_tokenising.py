@@ -63,7 +63,9 @@ def test_a_regular_expression_of_long_but_finite_time_is_limited(
         tokenise(tokenizer, "a" * 50_000 + "xc", "this-model")
 
 
-def test_growth_below_the_bound_is_limited_by_memory(tmp_path: Path) -> None:
+def test_growth_below_the_bound_is_limited_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    less = replace(Limits.of_splitting(0), memory=48 << 20)
+    monkeypatch.setattr(Limits, "of_splitting", lambda _: less)
     normalizer = sequence("normalizers", *[DOUBLING] * 15)
     tokenizer = load_tokenizer(written(tmp_path, normalizer=normalizer))
     with pytest.raises(ModelRulesError, match=r"takes more than \d+ MiB of memory for this text of 4,000 b"):
