@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, PLAIN_KV_BITS, DenseBits
 from moechat.hub.known_shapes import shape_values
@@ -22,7 +21,13 @@ from moechat.models.dense_form import DenseForm, WatchedReads, choose_form, watc
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.quiet import without_warnings
 from moechat.models.router_search import copied_bytes
-from moechat.models.skeleton import Skeleton, build_skeleton, experts_geometry, load_config
+from moechat.models.skeleton import (
+    Skeleton,
+    build_skeleton,
+    config_from,
+    experts_geometry,
+    load_config,
+)
 from moechat.sizes.cache_shape import CacheShape
 from moechat.sizes.context_length import stated_context
 from moechat.sizes.footprint import PassSizes, prefill_chunk
@@ -52,7 +57,7 @@ def known_config(name: str) -> Any:
         UsageError: The name is unknown.
     """
     with without_warnings():
-        return AutoConfig.for_model(**shape_values(name))
+        return config_from(shape_values(name), Path(name))
 
 
 def outline_model(

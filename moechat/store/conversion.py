@@ -168,7 +168,8 @@ class Conversion:
     def _write(
         self, planned: PlannedFile, pack: PackExpert | None, advance: Advance, threads: int | None = None
     ) -> None:
-        with self._workspace.create(planned.name) as file:
+        sources = (planned.source,) if isinstance(planned, SideFile) else ()
+        with self._workspace.create(planned.name, self._checkpoint.file_mode(*sources)) as file:
             if isinstance(planned, ExpertsFile):
                 self._write_experts(planned, file.write, pack, advance, threads)
             elif isinstance(planned, DenseFile):
