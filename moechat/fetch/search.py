@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from moechat.fetch.transfer import Transfer
 from moechat.hub.known_shapes import find_shape
 from moechat.hub.model_ref import require_repository
 from moechat.planning.expect import Expected
+from moechat.store.checkpoint_files import read_config
+from moechat.store.files import called
 from moechat.store.quantised.schemes import require_readable
 from moechat.store.quantised.settings import read_settings
 
@@ -211,11 +212,8 @@ def _require_readable_weights(config: Path, repository: str) -> None:
         UnsupportedModelError: They are not.
         CheckpointError: The configuration is malformed.
     """
-    try:
-        content = json.loads(config.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{CONFIG} of {repository} is not valid JSON: {problem}") from None
-    settings = read_settings(content, config.parent) if isinstance(content, dict) else None
+    with called(config.parent, repository):
+        settings = read_settings(read_config(config.parent), config.parent)
     if settings is not None:
         require_readable(settings.method, repository)
 

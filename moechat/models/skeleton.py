@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageTextToText,
 )
 
-from moechat.errors import CheckpointError, UnsupportedModelError, one_line
+from moechat.errors import UnsupportedModelError, one_line
 from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.config_limits import MAX_CONFIG_BYTES, parse_limited, require_sane_config
+from moechat.store.config_limits import MAX_CONFIG_BYTES, MAX_VALUES, parse_limited, require_sane_config
 from moechat.store.mapped_file import access_hint
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source_files import require_inside
@@ -72,17 +72,19 @@ def config_of(path: Path, data: bytes) -> dict[str, Any]:
     return config
 
 
-def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES, most_values: int = MAX_VALUES) -> Any:
     """The JSON value in a file of a model, within the limits of :mod:`moechat.store.config_limits`.
 
     Args:
         path: The file.
         most_bytes: Largest size.
+        most_values: Most numbers, strings, lists and objects.
 
     Raises:
         CheckpointError: It cannot be read, is no JSON, or is beyond a limit.
     """
-    return parse_limited(read_limited(path, most_bytes), str(path), most_bytes=most_bytes)
+    data = read_limited(path, most_bytes)
+    return parse_limited(data, str(path), most_bytes=most_bytes, most_values=most_values)
 
 
 def read_index(directory: Path) -> dict[str, str]:

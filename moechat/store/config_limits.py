@@ -1,9 +1,9 @@
 """Limits of what a model's JSON files may hold; no real model comes near them.
 
-transformers builds lists, dictionaries and modules as long as the numbers in a ``config.json`` say, so a file
-of forty bytes could take all memory. Every configuration passes :func:`require_sane_config` before
-transformers sees it, and every JSON file of a model is read by :func:`parse_limited`. A number's limit depends
-on its key, wherever it is nested.
+transformers builds lists, dictionaries and modules as long as the numbers in a ``config.json`` say, so a
+file of forty bytes could take all memory. Every configuration passes :func:`require_sane_config` before
+transformers sees it, and every JSON file of a model is read by :func:`parse_limited`. A number's limit
+depends on its key, wherever it is nested.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ LIMITS = (
 _UNLIMITED = re.compile(r".*(limit|clip|clamp).*")  # may be infinite: no limit
 
 
-def parse_limited(data: bytes, where: str, *, most_bytes: int = MAX_CONFIG_BYTES) -> Any:
+def parse_limited(
+    data: bytes, where: str, *, most_bytes: int = MAX_CONFIG_BYTES, most_values: int = MAX_VALUES
+) -> Any:
     """Parse a JSON file of a model, within limits of its size, number of values and depth.
 
     Not strict: some published files repeat keys or contain ``Infinity``, and transformers reads them.
@@ -81,6 +83,7 @@ def parse_limited(data: bytes, where: str, *, most_bytes: int = MAX_CONFIG_BYTES
         data: Its content.
         where: Its name, for messages.
         most_bytes: Largest size.
+        most_values: Most numbers, strings, lists and objects.
 
     Raises:
         CheckpointError: It is no JSON, or beyond a limit.
@@ -90,23 +93,23 @@ def parse_limited(data: bytes, where: str, *, most_bytes: int = MAX_CONFIG_BYTES
     # A cheap bound of the values, before memory is taken for them. Commas in strings count too, so that is
     # not yet an error.
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if values > 4 * MAX_VALUES:
-        raise _too_many(where, values)
+    if values > 4 * most_values:
+        raise _too_many(where, values, most_values)
     try:
         parsed = json.loads(data.decode("utf-8"))
     except RecursionError:
         raise CheckpointError(f"{where} nests values more than {MAX_DEPTH} deep", hint=_HINT) from None
     except ValueError as problem:
         raise CheckpointError(f"{where} is not valid JSON: {problem}") from None
-    _require_shape(parsed, where)
+    _require_shape(parsed, where, most_values)
     return parsed
 
 
-def _too_many(where: str, values: int) -> CheckpointError:
-    return CheckpointError(f"{where} has {values:,} values, more than {MAX_VALUES:,}", hint=_HINT)
+def _too_many(where: str, values: int, most: int) -> CheckpointError:
+    return CheckpointError(f"{where} has {values:,} values, more than {most:,}", hint=_HINT)
 
 
-def _require_shape(parsed: Any, where: str) -> None:
+def _require_shape(parsed: Any, where: str, most_values: int) -> None:
     """Check depth, lengths and number of values.
 
     Raises:
@@ -126,8 +129,8 @@ def _require_shape(parsed: Any, where: str) -> None:
                 )
             inner = value.items() if isinstance(value, dict) else ((key, each) for each in value)
             following += [(name, each) for name, each in inner if isinstance(each, dict | list)]
-        if values > MAX_VALUES:
-            raise _too_many(where, values)
+        if values > most_values:
+            raise _too_many(where, values, most_values)
         level = following
         if not level:
             return
@@ -142,8 +145,8 @@ def require_sane_config(config: Mapping[str, Any], where: str) -> None:
         where: Its name, for messages.
 
     Raises:
-        CheckpointError: A number is beyond the limit of its key, or is NaN, or a count is no whole number; the
-            message gives key, value and limit.
+        CheckpointError: A number is beyond the limit of its key, or is NaN, or a count is no whole number;
+            the message gives key, value and limit.
     """
     if config.get("configuration_files") is not None:
         raise CheckpointError(
@@ -184,7 +187,7 @@ def _require_number(key: str, value: Any, where: str) -> None:
         most, least = limit.most, max(limit.least, -limit.most)
     if value > most:
         raise CheckpointError(
-            f"{where}: {_named(key)} is {shown(value)}, more than {_figure(most)}, the most that moechat takes",
+            f"{where}: {_named(key)} is {shown(value)}, more than {_figure(most)}, which no model exceeds",
             hint=_HINT,
         )
     if value < least:

@@ -1,9 +1,9 @@
 """Files of a checkpoint directory, which may come from anyone: which of them may be read, and their modes.
 
 A link in a directory can name any file that this user may read, and what is read may end up in a store that
-others read. So links count only if they stay inside of the directory, or if the cache of huggingface_hub made
-them: it keeps files as ``models--ORG--NAME/blobs/HASH`` and links to them from ``snapshots``. A FIFO, a socket
-or a device is refused by its status alone, because opening one can wait for ever or change something.
+others read. So links count only if they stay inside of the directory, or if the cache of huggingface_hub
+made them: it keeps files as ``models--ORG--NAME/blobs/HASH`` and links to them from ``snapshots``. A FIFO, a
+socket or a device is refused by its status alone, because opening one can wait for ever or change something.
 """
 
 from __future__ import annotations
