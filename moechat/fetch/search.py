@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, ModelNotFoundError, MoechatError, OfflineError, UsageError
+from moechat.fetch.bounded import ask_json
 from moechat.fetch.file_selection import CONFIG, require_described
 from moechat.fetch.hub_client import (
     endpoint,
     hub_headers,
-    hub_utilities,
     is_offline,
     offline_variable,
-    session,
 )
 from moechat.fetch.repository import TIMEOUT_S, RemoteRepository, ask_hub, fetch_repository
 from moechat.fetch.sources import Choice, choose_source, list_sources, speeds_of
@@ -90,14 +89,13 @@ def search_hub(words: Sequence[str], limit: int, notice: Notice) -> list[Hit]:
 
     def request() -> list[Hit]:
         # Not by HfApi.list_models(), which retries for half a minute where there is no connection.
-        response = session().get(
+        found = ask_json(
             f"{endpoint()}/api/models",
             params={"search": query, "sort": "downloads", "limit": limit},
             headers=hub_headers(),
             timeout=TIMEOUT_S,
         )
-        hub_utilities().hf_raise_for_status(response)
-        return [_hit(entry) for entry in response.json()[:limit]]
+        return [_hit(entry) for entry in found[:limit]]
 
     return ask_hub(request, f"the search for {query!r}", None, notice)
 

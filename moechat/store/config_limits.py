@@ -57,8 +57,8 @@ def _limit(keys: str, most: float, least: float = -math.inf, *, counts: bool = F
 LIMITS = (
     _limit("(?:eps|epsilon)", 1.0, 0.0),  # 1e-3
     _limit("(?:rope_theta|rotary_emb_base|rope_base)", 1e18, 0.0),  # 1e11
-    _limit("num_hidden_layers|num_layers|n_layers?", 1024, 0, counts=True),  # 128
-    _limit("layers?|depths?|blocks?|stages?|layer_ids|layers_indices", 1024),  # 128
+    _limit("num_hidden_layers|num_layers|n_layers?", 512, 0, counts=True),  # 128
+    _limit("layers?|depths?|blocks?|stages?|layer_ids|layers_indices", 512),  # 128
     _limit("num_labels|num_classes", 1 << 16, 0, counts=True),  # 30,522
     _limit("(?:positions?|sequence|seq|context|window|max)(?:_\\w*)?", 1 << 40),  # 10,485,760
     _limit("(?:token_ids?|token_index|ids?|index|indexes|indices)", 1 << 31),  # 262,273
