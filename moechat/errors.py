@@ -108,6 +108,12 @@ class CheckpointError(UnsupportedModelError):
         super().__init__(message, hint=hint or _FETCH_AGAIN)
 
 
+class NotFiniteError(UnsupportedModelError):
+    """A model's results are not numbers that a token could be chosen by: its weights are damaged, or its
+    values exceed the compute type.
+    """
+
+
 class DoesNotFitError(MoechatError):
     """Disk, RAM or VRAM is too small for the request.
 
