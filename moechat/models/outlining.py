@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moechat.errors import UnsupportedModelError, UsageError
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, PLAIN_KV_BITS, DenseBits
 from moechat.hub.known_shapes import shape_values
 from moechat.models.attention_cache import cache_shape
@@ -88,17 +89,20 @@ def outline_model(
     """
     # Building the model overwrites the type that its configuration names.
     named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
-    with without_warnings():  # among them those of the pass that counts the attention cache
-        skeleton = build_skeleton(config, dtype)
-        outline, _ = outline_skeleton(
-            skeleton,
-            dtype,
-            dense_bits=dense_bits,
-            activation_bits=activation_bits,
-            kv_bits=kv_bits,
-            on_gpu=on_gpu,
-            source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
-        )
+    try:
+        with without_warnings():  # among them those of the pass that counts the attention cache
+            skeleton = build_skeleton(config, dtype)
+            outline, _ = outline_skeleton(
+                skeleton,
+                dtype,
+                dense_bits=dense_bits,
+                activation_bits=activation_bits,
+                kv_bits=kv_bits,
+                on_gpu=on_gpu,
+                source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
+            )
+    except UsageError as error:  # the sizes are not those of the user
+        raise UnsupportedModelError(f"moechat cannot run such a model: {error}", hint=error.hint) from error
     return outline
 
 
