@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config, write_byte_tokenizer
 from transformers import GenerationConfig
 
+import moechat
 from moechat.errors import MoechatError
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.outlining import outline_model
@@ -160,3 +162,22 @@ def test_any_settings_of_a_tokenizer_are_taken_or_refused(
         refused(use)
     finally:
         path.unlink() if before is None else path.write_text(before)
+
+
+def test_configurations_reach_transformers_by_one_gate_alone() -> None:
+    """Other ways would pass by the limits; the classes may be named where nothing of a file is read."""
+    package = Path(moechat.__file__).parent
+    ways = re.compile(
+        r"AutoConfig\.|PreTrainedConfig|CONFIG_MAPPING|GenerationConfig\(|GenerationConfig\.from_|\.from_dict\("
+    )
+    found = {
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in package.rglob("*.py")
+        for match in ways.finditer(path.read_text())
+        if "Style.from_dict" not in path.read_text()[match.start() - 5 : match.end()]
+    }
+    assert found == {
+        "models/skeleton.py: CONFIG_MAPPING",
+        "models/skeleton.py: .from_dict(",
+        "models/assets.py: GenerationConfig(",
+    }

@@ -13,9 +13,11 @@ import pytest
 from store_support import mixtral_plan
 
 from moechat.errors import CheckpointError
+from moechat.models.gguf_source import all_parts
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
 from moechat.store.files import DurableFile
+from moechat.store.gguf_file import GgufFile
 from moechat.store.source_files import require_inside
 from moechat.store.store import Store
 
@@ -174,3 +176,23 @@ def test_a_leftover_of_an_interrupted_conversion_does_not_lend_its_permissions(t
         file.write(b"new")
         file.commit()
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
+
+
+def test_further_parts_of_a_gguf_model_may_not_be_links_out_of_its_directory(tmp_path: Path) -> None:
+    parts = [f"m-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")
+    first, second = (tmp_path / "m" / name for name in parts)
+    for path in (first, second):
+        path.symlink_to(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf is a link that leads out of"):
+        all_parts(first)
+    second.unlink()
+    second.write_bytes(b"GGUF")
+    assert all_parts(first) == [first, second]  # the user has named the link
+
+
+def test_a_gguf_fifo_is_refused_without_being_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"m\.gguf is not a regular file"):
+        GgufFile.open(tmp_path / "m.gguf")
