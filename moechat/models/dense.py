@@ -22,7 +22,7 @@ from moechat.models.skeleton import Skeleton
 from moechat.store.tensor_headers import TensorHeaders
 
 # Elements of a weight that is checked while it is loaded.
-_SMALL_WEIGHT = 1 << 20
+_SMALL_WEIGHT = 1 << 18
 
 
 class TensorSource(TensorHeaders, Protocol):

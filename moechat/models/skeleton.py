@@ -31,7 +31,7 @@ from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
 from moechat.models.mamba_scan import carry_scan_states
 from moechat.store.checkpoint_files import CONFIG_FILE, config_bytes, config_of
-from moechat.store.config_limits import require_sane_config
+from moechat.store.config_limits import decoded_floats, require_sane_config
 from moechat.store.quantised.schemes import require_readable
 
 # Attribute of an experts module that holds the object that computes it.
@@ -188,6 +188,7 @@ def config_from(values: dict[str, Any], directory: Path) -> Any:
         UnsupportedModelError: As :func:`load_config`.
         CheckpointError: A number is beyond its limit.
     """
+    values = decoded_floats(values)
     require_sane_config(values, str(directory / CONFIG_FILE if directory.is_dir() else directory))
     try:
         config = _config_class(values).from_dict(dict(values), name_or_path=str(directory))

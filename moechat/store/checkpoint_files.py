@@ -11,7 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.config_limits import MAX_CONFIG_BYTES, MAX_VALUES, parse_limited, require_sane_config
+from moechat.store.config_limits import (
+    MAX_CONFIG_BYTES,
+    MAX_VALUES,
+    decoded_floats,
+    parse_limited,
+    require_sane_config,
+)
 from moechat.store.mapped_file import access_hint
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source_files import require_inside
@@ -65,7 +71,7 @@ def config_of(path: Path, data: bytes) -> dict[str, Any]:
     Raises:
         CheckpointError: It is no JSON object, or has a number beyond its limit.
     """
-    config = parse_limited(data, str(path))
+    config = decoded_floats(parse_limited(data, str(path)))
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     require_sane_config(config, str(path))

@@ -28,6 +28,7 @@ MAX_LENGTH = 1 << 18
 _MAX_WHOLE = (1 << 63) - 1
 _MAX_NUMBER = 3.5e38
 _SHOWN_KEY = 60
+_FLOAT = "__float__"
 _HINT = "compare it with the file in the model's repository"
 
 
@@ -137,11 +138,25 @@ def _require_shape(parsed: Any, where: str, most_values: int) -> None:
     raise CheckpointError(f"{where}: {_named(level[0][0])} is nested more than {MAX_DEPTH} deep", hint=_HINT)
 
 
+def decoded_floats(value: Any) -> Any:
+    """A JSON value in which numbers that JSON does not have are floats, as transformers writes them:
+    ``{"__float__": "Infinity"}``.
+
+    Args:
+        value: From :func:`parse_limited`, so that its depth is limited.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+            return float(value[_FLOAT])
+        return {key: decoded_floats(each) for key, each in value.items()}
+    return [decoded_floats(each) for each in value] if isinstance(value, list) else value
+
+
 def require_sane_config(config: Mapping[str, Any], where: str) -> None:
     """Check all numbers of a configuration, of its parts too, before anything is built by them.
 
     Args:
-        config: Content of a ``config.json``.
+        config: Content of a ``config.json``, its floats decoded.
         where: Its name, for messages.
 
     Raises:
