@@ -116,6 +116,12 @@ class ModelRulesError(UnsupportedModelError):
     """
 
 
+class NotFiniteError(UnsupportedModelError):
+    """A model's results are not numbers that a token could be chosen by: its weights are damaged, or its
+    values exceed the compute type.
+    """
+
+
 class DoesNotFitError(MoechatError):
     """Disk, RAM or VRAM is too small for the request.
 

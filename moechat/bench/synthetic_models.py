@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from moechat.errors import UsageError
 from moechat.hub.known_shapes import shape_names, shape_values
-from moechat.models.skeleton import build_skeleton
+from moechat.models.skeleton import build_skeleton, config_from
 from moechat.store.progress import ProgressCallback
 from moechat.store.store import Store
 from moechat.store.synthetic import SyntheticModel, write_synthetic_store
@@ -107,7 +106,7 @@ def cut_shape(
         for key, value in values.items()
         if isinstance(value, list) and len(value) == all_layers
     }
-    config = AutoConfig.for_model(**{**values, **by_layer, **changes})
+    config = config_from({**values, **by_layer, **changes}, Path(name))
     return Shape(name, kept, all_layers, tokens, all_tokens, config)
 
 

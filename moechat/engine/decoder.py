@@ -14,6 +14,7 @@ from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import CachedTokens, PromptCache
+from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
 
 
@@ -171,7 +172,15 @@ class Decoder:
 
         Returns:
             float32 ``[tokens, vocabulary]``.
+
+        Raises:
+            NotFiniteError: The last row is not finite.
         """
+        found = self._logits(ids)
+        require_finite(found[-1])
+        return found
+
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         parts, loaded = self.parts(ids, ids.shape[1]), self.passes.loaded
         if len(parts) == 1 and loaded.cache.bits == PLAIN_KV_BITS:
             # Without a cache: it would hold just what the pass computes with anyway.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,10 +53,13 @@ def hub_headers() -> dict[str, str]:
     Raises:
         UsageError: As :func:`has_token`.
     """
-    has_token()
-    headers: dict[str, str] = hub_utilities().build_hf_headers(
-        library_name="moechat", library_version=moechat.__version__
-    )
+    # Not by build_hf_headers(), which asks the hub for a list of programs first, and reads an answer of any
+    # length.
+    headers = {"User-Agent": f"moechat/{moechat.__version__}; python/{platform.python_version()}"}
+    if has_token():
+        from huggingface_hub import get_token
+
+        headers["Authorization"] = f"Bearer {get_token()}"
     return headers
 
 

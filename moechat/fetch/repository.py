@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from moechat.errors import CheckpointError, ModelNotFoundError, OfflineError
+from moechat.fetch.bounded import ask_json
 from moechat.fetch.hub_client import (
     endpoint,
     has_token,
     http_library,
+    hub_headers,
     is_offline,
     shown_endpoint,
 )
@@ -150,11 +153,17 @@ def _read(request: Callable[[], T]) -> T:
 
 
 def _request(repository: str, revision: str | None) -> RemoteRepository:
-    from huggingface_hub import HfApi
+    from huggingface_hub import ModelInfo
 
-    info = HfApi(endpoint=endpoint(), library_name="moechat").model_info(
-        repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S
+    # Not by HfApi.model_info(), which reads an answer of any length.
+    at = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+    found = ask_json(
+        f"{endpoint()}/api/models/{repository}{at}",
+        params={"blobs": True},
+        headers=hub_headers(),
+        timeout=TIMEOUT_S,
     )
+    info = ModelInfo(**found)  # type: ignore[no-untyped-call]
     return _parse_repository(info, repository, revision)
 
 

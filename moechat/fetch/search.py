@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, ModelNotFoundError, MoechatError, OfflineError, UsageError
+from moechat.fetch.bounded import ask_json
 from moechat.fetch.file_selection import CONFIG, require_described
 from moechat.fetch.hub_client import (
     endpoint,
     hub_headers,
-    hub_utilities,
     is_offline,
     offline_variable,
-    session,
 )
 from moechat.fetch.repository import TIMEOUT_S, RemoteRepository, ask_hub, fetch_repository
 from moechat.fetch.sources import Choice, choose_source, list_sources, speeds_of
@@ -25,6 +23,8 @@ from moechat.fetch.transfer import Transfer
 from moechat.hub.known_shapes import find_shape
 from moechat.hub.model_ref import require_repository
 from moechat.planning.expect import Expected
+from moechat.store.checkpoint_files import read_config
+from moechat.store.files import called
 from moechat.store.quantised.schemes import require_readable
 from moechat.store.quantised.settings import read_settings
 
@@ -89,14 +89,13 @@ def search_hub(words: Sequence[str], limit: int, notice: Notice) -> list[Hit]:
 
     def request() -> list[Hit]:
         # Not by HfApi.list_models(), which retries for half a minute where there is no connection.
-        response = session().get(
+        found = ask_json(
             f"{endpoint()}/api/models",
             params={"search": query, "sort": "downloads", "limit": limit},
             headers=hub_headers(),
             timeout=TIMEOUT_S,
         )
-        hub_utilities().hf_raise_for_status(response)
-        return [_hit(entry) for entry in response.json()[:limit]]
+        return [_hit(entry) for entry in found[:limit]]
 
     return ask_hub(request, f"the search for {query!r}", None, notice)
 
@@ -211,11 +210,8 @@ def _require_readable_weights(config: Path, repository: str) -> None:
         UnsupportedModelError: They are not.
         CheckpointError: The configuration is malformed.
     """
-    try:
-        content = json.loads(config.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{CONFIG} of {repository} is not valid JSON: {problem}") from None
-    settings = read_settings(content, config.parent) if isinstance(content, dict) else None
+    with called(config.parent, repository):
+        settings = read_settings(read_config(config.parent), config.parent)
     if settings is not None:
         require_readable(settings.method, repository)
 

@@ -35,7 +35,7 @@ class StopSwitch:
         with self._lock:
             self._stopped.set()
             for connection in list(self._sockets):
-                _shut_down(connection)
+                shut_down(connection)
 
     def check(self) -> None:
         """Do nothing unless stopped.
@@ -63,7 +63,7 @@ class StopSwitch:
         with self._lock:
             self._sockets.add(connection)
             if self._stopped.is_set():
-                _shut_down(connection)
+                shut_down(connection)
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
         """Register each new connection; the HTTP client's ``trace`` extension."""
@@ -71,7 +71,8 @@ class StopSwitch:
             self.watch(info.get("return_value"))
 
 
-def _shut_down(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
+    """Wake whoever waits for bytes of a connection; nothing more comes."""
     # close() does not wake a reader, and SSLSocket.shutdown() drops the state that the reader still needs.
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

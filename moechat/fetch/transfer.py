@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moechat.errors import DownloadError, OfflineError
+from moechat.fetch.bounded import SLOWEST_BYTES_PER_S, pieces, requested
 from moechat.fetch.hub_client import (
     endpoint,
     http_library,
     hub_constants,
     hub_headers,
-    hub_utilities,
-    session,
 )
 from moechat.fetch.hub_errors import translate_hub_errors
 from moechat.fetch.repository import RemoteFile, RemoteRepository
@@ -130,7 +130,7 @@ class Transfer:
             chunks.clear()
             missing = end - begin
             skip = 0 if response.status_code == 206 else begin
-            for data in response.iter_bytes():
+            for data in pieces(response):
                 self.retry.record_progress()
                 kept = data[skip:][:missing]
                 skip = max(0, skip - len(data))
@@ -161,10 +161,11 @@ class _Requests:
         Args:
             headers: Returns the headers of the next request.
             read: Reads a response; returns when it has all the bytes it needs.
-            done: Returns the number of bytes so far; failures are counted only while it does not grow.
+            done: Returns the number of bytes so far; failures are counted only while it does not grow, or
+                more slowly than :data:`SLOWEST_BYTES_PER_S`.
         """
         library = http_library()
-        failures, before = self._transfer.retry.start_file(), done()
+        failures, before, since = self._transfer.retry.start_file(), done(), time.monotonic()
         while True:
             try:
                 with translate_hub_errors(self._transfer.remote.repository, self._transfer.remote.revision):
@@ -173,9 +174,10 @@ class _Requests:
                         return
                     except library.HTTPError as problem:
                         self._transfer.stop.check()  # stopping closes the connection
-                        if done() > before:
+                        now = time.monotonic()
+                        if done() - before > SLOWEST_BYTES_PER_S * (now - since):
                             failures.reset()
-                            before = done()
+                            before, since = done(), now
                         pause = failures.pause(problem)
                         if pause is None:
                             raise
@@ -192,27 +194,12 @@ class _Requests:
     def _send(self, more: dict[str, str], read: Callable[[Any], None]) -> None:
         from huggingface_hub import hf_hub_url
 
-        utilities = hub_utilities()
         remote = self._transfer.remote
         url = hf_hub_url(remote.repository, self._file.path, revision=remote.commit, endpoint=endpoint())
-        # Compressed bytes could be neither counted nor resumed.
-        headers = {
-            **hub_headers(),
-            "Accept-Encoding": "identity",
-            **more,
-        }
-        # The client removes the token from redirects to another host.
+        headers = {**hub_headers(), **more}
         timeout = http_library().Timeout(hub_constants().HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_TIMEOUT_S)
         stop = self._transfer.stop
-        stop.check()
-        with session().stream(
-            "GET", url, headers=headers, timeout=timeout, extensions={"trace": stop.trace}
-        ) as response:
-            for answer in (*response.history, response):  # reused connections do not call `trace`
-                stop.watch(answer.extensions.get("network_stream"))
-            if response.status_code >= 400:
-                response.read()
-            utilities.hf_raise_for_status(response)
+        with requested(url, headers=headers, timeout=timeout, stop=stop) as response:
             stop.check()
             read(response)
 
@@ -273,15 +260,14 @@ class _Download:
     def _read(self, response: Any) -> None:
         start = self._done if self._is_continuation(response) else 0
         length = response.headers.get("content-length", "")
-        plain = response.headers.get("content-encoding", "identity") == "identity"
-        if plain and length.isdecimal() and start + int(length) != self._file.size:
+        if length.isdecimal() and start + int(length) != self._file.size:
             # Perhaps a login page; the bytes so far are not affected and stay.
             raise self._wrong_size(start + int(length))
         if self._done > start:
             self.restart()  # the server sends the whole file
         # Written piece by piece: bytes gathered in a buffer would be lost with the connection.
         try:
-            for data in response.iter_bytes():
+            for data in pieces(response):
                 self._transfer.stop.check()
                 self._transfer.retry.record_progress()
                 size = self._done + len(data)

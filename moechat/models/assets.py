@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,13 @@ from moechat.confined.tokenising import panics_reported, require_bounded_tokeniz
 from moechat.confined.tokenizer_rules import require_loadable
 from moechat.errors import ModelRulesError, UnsupportedModelError, one_line
 from moechat.models.gguf_splits import LINEAR_PATTERNS
+from moechat.models.side_file_checks import (
+    GENERATION,
+    read_generation_settings,
+    require_tokenizer_files,
+    wrong_value,
+)
+from moechat.store.checkpoint_files import CONFIG_FILE, read_config
 from moechat.store.side_files import has_tokenizer
 
 
@@ -36,12 +42,16 @@ def load_tokenizer(directory: Path) -> Any:
     """
     if not has_tokenizer(_names_in(directory)):
         return None
+    require_tokenizer_files(directory)
+    if (directory / CONFIG_FILE).exists():
+        read_config(directory)  # transformers reads it too
     require_loadable(directory / "tokenizer.json")
     try:
         with panics_reported(f"{directory}"):
             tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), trust_remote_code=False, local_files_only=True
             )
+        _ = tokenizer.all_special_ids  # fails without end if unk_token is no token
         require_bounded_tokenizer(tokenizer, f"{directory}", LINEAR_PATTERNS)
         return tokenizer
     except ModelRulesError:
@@ -64,18 +74,30 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
     """Load the model's ``generation_config.json``; ``None`` if there is none.
 
     Raises:
-        UnsupportedModelError: The file cannot be read.
+        UnsupportedModelError: The file cannot be read, or transformers does not take a value; the message
+            names the key.
     """
-    path = directory / "generation_config.json"
-    if not path.exists():
+    settings = read_generation_settings(directory)
+    if settings is None:
         return None
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
         return GenerationConfig(**settings)  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # transformers raises many types for malformed values
+        path = directory / GENERATION
+        for key, value in settings.items():
+            if not _is_taken(key, value):
+                raise wrong_value(path, key, value, one_line(error)) from error
         raise UnsupportedModelError(
-            f"{path} cannot be read: {one_line(error)}", hint="fetch it again, or remove it"
+            f"{path} cannot be used: {one_line(error)}", hint="fetch it again, or remove it"
         ) from error
+
+
+def _is_taken(key: str, value: Any) -> bool:
+    try:
+        GenerationConfig(**{key: value})  # type: ignore[no-untyped-call]
+    except Exception:
+        return False
+    return True
 
 
 def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:

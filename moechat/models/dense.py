@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from moechat.errors import CheckpointError
+from moechat.errors import COPY_AGAIN, CheckpointError
 from moechat.models.checkpoint_mapping import READABLE_TYPES, Target, combine, map_keys, missing_dense
 from moechat.models.dense_form import HALVES, DenseForm, encoded_bytes, part_bytes
 from moechat.models.joined_weights import joins_rows
@@ -20,6 +20,9 @@ from moechat.models.light_meta import light_meta
 from moechat.models.linear import StoredEmbedding, StoredLinear, encoded_embedding
 from moechat.models.skeleton import Skeleton
 from moechat.store.tensor_headers import TensorHeaders
+
+# Elements of a weight that is checked while it is loaded.
+_SMALL_WEIGHT = 1 << 18
 
 
 class TensorSource(TensorHeaders, Protocol):
@@ -196,7 +199,8 @@ def load_dense(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm 
             packed are left to :mod:`moechat.models.packed`; until then encoded weights have no values.
 
     Raises:
-        CheckpointError: A weight is missing, or its shape differs from the configuration's.
+        CheckpointError: A weight is missing, its shape differs from the configuration's, or a small one is
+            not finite.
     """
     model = skeleton.model
     expert_names = skeleton.expert_names
@@ -212,6 +216,7 @@ def load_dense(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm 
             continue
         tensors = {key: read_tensor(source, key) for key in target.keys}
         for name, tensor in combine(target, tensors, model).items():
+            _require_finite(name, tensor)
             assign_weight(skeleton, name, tensor, keep=form is not None and name in form.kept)
             loaded.add(name)
         del tensors
@@ -231,6 +236,17 @@ def load_dense(skeleton: Skeleton, source: EncodedTensorSource, form: DenseForm 
         raise CheckpointError(f"{len(stray)} weights were never loaded, first {stray[0]!r}")
     if form is not None:
         _install_stored_layers(skeleton, source, form)
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Check a small weight, such as that of a norm: one number that is none spoils every token. Conversion
+    checks all; larger ones are checked again while they are packed.
+
+    Raises:
+        CheckpointError: A value is NaN or infinite.
+    """
+    if tensor.is_floating_point() and tensor.numel() <= _SMALL_WEIGHT and not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{name} has values that are not finite", hint=COPY_AGAIN)
 
 
 def _assign_placeholder(skeleton: Skeleton, name: str) -> None:

@@ -25,6 +25,7 @@ from moechat.store.files import called
 from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, require_decodable
 from moechat.store.gguf_header import GgufHeader
 from moechat.store.gguf_tables import Tables, read_tables
+from moechat.store.source_files import require_inside
 from moechat.store.tensors import TensorSet
 
 # Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
@@ -90,11 +91,14 @@ def all_parts(path: Path) -> list[Path]:
     """All files of a model, in order; the number of parts is in their names.
 
     Raises:
-        CheckpointError: One is missing.
+        CheckpointError: One is missing, or one that was not named is a link out of the directory.
     """
     names = gguf_parts(path.name)
     if len(names) < 2:
         return [path]
+    for name in names:
+        if name != path.name:
+            require_inside(path.parent / name, path.parent)
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise CheckpointError(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import AutoConfig
 
+from moechat.errors import UnsupportedModelError, UsageError
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, PLAIN_KV_BITS, DenseBits
 from moechat.hub.known_shapes import shape_values
 from moechat.models.attention_cache import cache_shape
@@ -22,7 +22,13 @@ from moechat.models.dense_form import DenseForm, WatchedReads, choose_form, watc
 from moechat.models.live_bytes import part_of_prompt
 from moechat.models.quiet import without_warnings
 from moechat.models.router_search import copied_bytes
-from moechat.models.skeleton import Skeleton, build_skeleton, experts_geometry, load_config
+from moechat.models.skeleton import (
+    Skeleton,
+    build_skeleton,
+    config_from,
+    experts_geometry,
+    load_config,
+)
 from moechat.sizes.cache_shape import CacheShape
 from moechat.sizes.context_length import stated_context
 from moechat.sizes.footprint import PassSizes, prefill_chunk
@@ -52,7 +58,7 @@ def known_config(name: str) -> Any:
         UsageError: The name is unknown.
     """
     with without_warnings():
-        return AutoConfig.for_model(**shape_values(name))
+        return config_from(shape_values(name), Path(name))
 
 
 def outline_model(
@@ -83,17 +89,20 @@ def outline_model(
     """
     # Building the model overwrites the type that its configuration names.
     named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
-    with without_warnings():  # among them those of the pass that counts the attention cache
-        skeleton = build_skeleton(config, dtype)
-        outline, _ = outline_skeleton(
-            skeleton,
-            dtype,
-            dense_bits=dense_bits,
-            activation_bits=activation_bits,
-            kv_bits=kv_bits,
-            on_gpu=on_gpu,
-            source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
-        )
+    try:
+        with without_warnings():  # among them those of the pass that counts the attention cache
+            skeleton = build_skeleton(config, dtype)
+            outline, _ = outline_skeleton(
+                skeleton,
+                dtype,
+                dense_bits=dense_bits,
+                activation_bits=activation_bits,
+                kv_bits=kv_bits,
+                on_gpu=on_gpu,
+                source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
+            )
+    except UsageError as error:  # the sizes are not those of the user
+        raise UnsupportedModelError(f"moechat cannot run such a model: {error}", hint=error.hint) from error
     return outline
 
 

@@ -13,10 +13,40 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from moechat import _native
-from moechat.errors import MoechatError, UsageError
+from moechat.errors import NotFiniteError, UsageError
 
 # Below this temperature, dividing logits overflows float32, and the choice is greedy anyway.
 _GREEDY_BELOW = 1e-4
+
+
+_DAMAGED = "if it computes in float16, try --dtype float32; else fetch its files again: they may be damaged"
+
+
+def require_finite(logits: torch.Tensor) -> None:
+    """Check that a token could be chosen.
+
+    Args:
+        logits: ``[vocab]``, on the CPU. Some may be minus infinity: models exclude tokens so.
+
+    Raises:
+        NotFiniteError: One is NaN or infinity, or all are minus infinity.
+    """
+    if _native.largest_logit(logits.detach().float().contiguous().numpy()) < 0:
+        raise NotFiniteError("the model's logits are not finite", hint=_DAMAGED)
+
+
+def _require_distinct(scores: torch.Tensor) -> None:
+    """Once an answer: hidden states that overflow are normalised to zeros, and all logits are equal then.
+
+    Raises:
+        NotFiniteError: They are.
+    """
+    values = scores.numpy()
+    if len(values) > 1 and values[0] == values[-1] and values.min() == values.max():
+        raise NotFiniteError(
+            f"the model gives all {len(values)} tokens the same logit, {values[0]:g}: no token can be chosen",
+            hint=_DAMAGED,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +158,7 @@ class Sampler:
         self._penalty = None
         if settings.repetition_penalty != 1.0:
             self._penalty = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
+        self._checked = False
         self._greedy = settings.temperature < _GREEDY_BELOW
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if bias:
@@ -148,9 +179,12 @@ class Sampler:
             forbidden: bool ``[vocab]``, tokens that must not be drawn; not all of them.
 
         Raises:
-            MoechatError: The logits are not finite, so no token can be drawn.
+            NotFiniteError: The logits are not finite, or all equal, so no token can be drawn.
         """
         scores = logits.detach().float()
+        if not self._checked:
+            _require_distinct(scores)
+            self._checked = True
         if self._penalty is not None:
             scores = self._penalty(history, scores.unsqueeze(0))[0]
         if self._drawn or self._bias is not None or forbidden is not None:
@@ -165,10 +199,7 @@ class Sampler:
                 values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, quantile
             )
         if token < 0:
-            raise MoechatError(
-                "the model's logits are not finite: no token can be drawn",
-                hint="if it computes in float16, try --dtype float32; else fetch its files again",
-            )
+            raise NotFiniteError("the model's logits are not finite: no token can be drawn", hint=_DAMAGED)
         if self._drawn is not None:
             self._drawn[token] += 1
         return token

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,12 +24,14 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageTextToText,
 )
 
-from moechat.errors import CheckpointError, UnsupportedModelError, one_line
+from moechat.errors import UnsupportedModelError, one_line
 from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
 from moechat.models.mamba_scan import carry_scan_states
+from moechat.store.checkpoint_files import CONFIG_FILE, config_bytes, config_of
+from moechat.store.config_limits import decoded_floats, require_sane_config
 from moechat.store.quantised.schemes import require_readable
 
 # Attribute of an experts module that holds the object that computes it.
@@ -159,17 +161,40 @@ class Skeleton:
 def load_config(directory: Path) -> Any:
     """Read ``config.json`` as a transformers configuration, without running code of the checkpoint.
 
+    Args:
+        directory: The model's directory, or the file itself.
+
     Raises:
         UnsupportedModelError: The model type is unknown to transformers, or moechat cannot read the packing
             of the weights.
+        CheckpointError: The file cannot be read, or has a number beyond its limit.
     """
+    path = directory / CONFIG_FILE if directory.is_dir() else directory
+    return config_from(config_of(path, config_bytes(directory)), directory)
+
+
+def config_from(values: dict[str, Any], directory: Path) -> Any:
+    """The transformers configuration of a ``config.json``; nothing else of moechat makes one of a model's
+    file.
+
+    It is made of values that were read and checked before, because transformers' own reader would build lists
+    and dictionaries as long as they say, and reads other files in place of this one if it names some.
+
+    Args:
+        values: Its content, from :func:`moechat.store.checkpoint_files.config_of`.
+        directory: The model's directory.
+
+    Raises:
+        UnsupportedModelError: As :func:`load_config`.
+        CheckpointError: A number is beyond its limit.
+    """
+    values = decoded_floats(values)
+    require_sane_config(values, str(directory / CONFIG_FILE if directory.is_dir() else directory))
     try:
-        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        config = _config_class(values).from_dict(dict(values), name_or_path=str(directory))
         for part in (config, config.get_text_config()):
             # A checkpoint must not choose the attention function, whose name could refer to downloaded code.
             part._attn_implementation = None
-    except OSError as error:
-        raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
     except Exception as error:  # transformers raises many types for malformed values
         reason = f"its config.json is not understood: {_summary(error)}"
         if "trust_remote_code" in str(error):
@@ -185,6 +210,28 @@ def load_config(directory: Path) -> Any:
             require_readable(str(method or "unknown"), str(directory))
             del part.quantization_config
     return config
+
+
+def _config_class(values: dict[str, Any]) -> Any:
+    """The class of a configuration, as ``AutoConfig`` chooses it.
+
+    Raises:
+        ValueError: There is none, or a value would hide a method of it.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError("it names no model_type")
+    if kind == "mistral" and "layer_types" in values:
+        kind = "ministral"  # layers of several kinds
+    if kind not in CONFIG_MAPPING:
+        if "auto_map" in values:
+            raise ValueError("it needs trust_remote_code")
+        raise ValueError(f"transformers does not know the model_type {kind[:80]!r}")
+    found = CONFIG_MAPPING[kind]
+    for key in values:
+        if callable(getattr(found, key, None)):
+            raise ValueError(f"{key[:80]!r} is no setting, but a method of configurations")
+    return found
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str = "eager") -> Skeleton:

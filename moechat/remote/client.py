@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from httpx_sse import EventSource
 
 from moechat import __version__
 from moechat.errors import (
@@ -28,6 +28,10 @@ _CONNECT_S = 10.0
 # A long prompt takes minutes to its first token.
 _READ_S = 600.0
 _MOST_BODY = 64 << 20
+_MOST_REFUSAL = 1 << 20
+# Of one event, which holds a token or a few; and of a whole answer.
+_MOST_EVENT = 4 << 20
+_MOST_ANSWER = 256 << 20
 # Waits before further attempts, in seconds, where the server is busy or restarts.
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_WAIT_S = 30.0
@@ -67,7 +71,8 @@ class RemoteClient:
         self.base = f"{parts.scheme}://{parts.netloc}{path if path else '/v1'}"
         self.host = parts.netloc
         self._attempts = max(1, attempts)
-        headers = {"User-Agent": f"moechat/{__version__}"}
+        # Not compressed: a few bytes could become gigabytes.
+        headers = {"User-Agent": f"moechat/{__version__}", "Accept-Encoding": "identity"}
         self._key_variable = key_variable or VARIABLE
         key = api_key(self.host, key_variable)
         if key:
@@ -107,13 +112,11 @@ class RemoteClient:
                 yield _object(_json(response, self.host), self.host)
                 return
             try:
-                for event in EventSource(response).iter_sse():
-                    if event.data == "[DONE]":
+                for data in _events(response, self.host):
+                    if data == "[DONE]":
                         return
-                    if not event.data:
-                        continue
                     try:
-                        found = _object(json.loads(event.data), self.host)
+                        found = _object(json.loads(data), self.host)
                     except (ValueError, RecursionError):
                         raise RemoteError(f"{self.host} sends an event that is not JSON") from None
                     if found.get("error"):
@@ -160,14 +163,51 @@ def _retry_after(response: httpx.Response, default: float) -> float:
     return min(float(value), _MOST_WAIT_S) if value.isascii() and value.isdigit() else default
 
 
-def _read(response: httpx.Response, host: str) -> bytes:
-    pieces, size = [], 0
-    for piece in response.iter_bytes():
+def _pieces(response: httpx.Response, host: str, most: int) -> Iterator[bytes]:
+    """The body of an answer as it comes.
+
+    Raises:
+        RemoteError: It is compressed, or larger than ``most`` bytes.
+    """
+    coding = response.headers.get("content-encoding", "identity")
+    if coding not in ("identity", ""):
+        raise RemoteError(f"{host} sends data as {coding[:40]}, although it was asked for it as it is")
+    size = 0
+    for piece in response.iter_raw():
         size += len(piece)
-        if size > _MOST_BODY:
-            raise RemoteError(f"{host} sends more than {_MOST_BODY >> 20} MiB")
-        pieces.append(piece)
-    return b"".join(pieces)
+        if size > most:
+            raise RemoteError(f"{host} sends more than {most >> 20} MiB")
+        yield piece
+
+
+def _read(response: httpx.Response, host: str) -> bytes:
+    return b"".join(_pieces(response, host, _MOST_BODY))
+
+
+def _events(response: httpx.Response, host: str) -> Iterator[str]:
+    """The data of the events of a stream, without empty ones.
+
+    Raises:
+        RemoteError: One is larger than 4 MiB, or the answer than 256 MiB.
+    """
+    rest, data, size = b"", list[bytes](), 0
+    for piece in _pieces(response, host, _MOST_ANSWER):
+        rest += piece
+        # Lines end in CR, LF or both; of a CR at the end, the LF may be still on its way.
+        held = b"\r" if rest.endswith(b"\r") else b""
+        *lines, rest = re.split(b"\r\n|\r|\n", rest.removesuffix(b"\r"))
+        rest += held
+        for line in lines:
+            field, _, value = line.partition(b":")
+            if field == b"data":
+                data.append(value.removeprefix(b" "))
+                size += len(value)
+            elif not line:
+                if any(data):
+                    yield b"\n".join(data).decode("utf-8", "replace")
+                data, size = [], 0
+        if size + len(rest) > _MOST_EVENT:
+            raise RemoteError(f"{host} sends an event of more than {_MOST_EVENT >> 20} MiB")
 
 
 def _json(response: httpx.Response, host: str) -> Any:
@@ -189,9 +229,14 @@ def _object(value: Any, host: str) -> dict[str, Any]:
 
 
 def _refused(response: httpx.Response, host: str, variable: str) -> MoechatError:
+    data = b""
     try:
-        found = json.loads(_read(response, host)[: 1 << 20])
-    except (ValueError, RecursionError, httpx.HTTPError):
+        for piece in _pieces(response, host, _MOST_BODY):
+            data += piece
+            if len(data) > _MOST_REFUSAL:  # no words of a server are that long
+                break
+        found = json.loads(data)
+    except (ValueError, RecursionError, RemoteError, httpx.HTTPError):
         found = {}
     return _refusal(response.status_code, found if isinstance(found, dict) else {}, host, variable)
 

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
+from moechat.store.config_limits import require_layers_in
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
 from moechat.store.quantised.schemes import plain_view, source_format
 from moechat.store.quantised.weights import PackedTensors
 from moechat.store.side_files import side_files
+from moechat.store.source_files import kept_mode, require_safe
 from moechat.store.tensors import TensorSet
 
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
@@ -40,6 +42,7 @@ class Checkpoint:
         self.path = path
         self.title = str(path)
         self.config = config
+        require_layers_in(config, len(tensors), str(path / CONFIG_FILE))
         self.tensors = plain_view(tensors, config, path)
         self.source_format = source_format(config, path)
         self._fingerprint = self._current_fingerprint()
@@ -50,12 +53,14 @@ class Checkpoint:
 
         Raises:
             ModelNotFoundError: The directory does not exist.
-            CheckpointError: A file is missing or malformed; the message names it.
+            CheckpointError: A file is missing or malformed, a link out of the directory, or no regular file;
+                the message names it.
             UnsupportedModelError: The weights exist only as pickles.
         """
         directory = Path(path)
         if not directory.is_dir():
             raise ModelNotFoundError(f"{directory} is not a directory")
+        require_safe(directory)
         return cls(directory, read_config(directory), open_tensors(directory))
 
     def keys(self) -> KeysView[str]:
@@ -213,6 +218,14 @@ class Checkpoint:
     def tokenizer_files(self) -> dict[str, Path]:
         """Files to copy into a store besides the weights; see :func:`moechat.store.side_files.side_files`."""
         return side_files(self.path, documents=True)
+
+    def file_mode(self, *others: Path) -> int:
+        """Permissions of a file of a store that is made from this; see :func:`kept_mode`.
+
+        Args:
+            others: Further files that it is made from.
+        """
+        return kept_mode([*(file.path for file in self.tensors.files), *others])
 
     def fingerprint(self) -> str:
         """Identity of the source as opened: hash of the config and of name, size and mtime of all files used.

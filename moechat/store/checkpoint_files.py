@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import stat
@@ -12,8 +11,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.config_limits import (
+    MAX_CONFIG_BYTES,
+    MAX_VALUES,
+    decoded_floats,
+    parse_limited,
+    require_sane_config,
+)
 from moechat.store.mapped_file import access_hint
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
+from moechat.store.source_files import require_inside
 from moechat.store.tensors import TensorFile, TensorSet
 
 MAX_JSON_BYTES = 32 << 20
@@ -29,10 +36,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Content of a checkpoint's ``config.json``.
 
     Raises:
-        CheckpointError: It is missing or malformed.
+        CheckpointError: It is missing or malformed, a link out of the directory, or has a number beyond its
+            limit.
     """
     path = directory / CONFIG_FILE
-    return _config_of(path, _read_limited(path))
+    require_inside(path, directory)
+    return config_of(path, read_limited(path, MAX_CONFIG_BYTES))
 
 
 def config_bytes(path: Path) -> bytes:
@@ -42,23 +51,46 @@ def config_bytes(path: Path) -> bytes:
         path: The file, or its directory.
 
     Raises:
-        CheckpointError: It is missing, cannot be read, or is no JSON object.
+        CheckpointError: It is missing, cannot be read, is no JSON object, or has a number beyond its limit.
     """
-    path = path / CONFIG_FILE if path.is_dir() else path
-    data = _read_limited(path)
-    _config_of(path, data)
+    if path.is_dir():
+        require_inside(path / CONFIG_FILE, path)
+        path /= CONFIG_FILE
+    data = read_limited(path, MAX_CONFIG_BYTES)
+    config_of(path, data)
     return data
 
 
-def _config_of(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        # Not strict: some published configs repeat keys or contain Infinity, and transformers reads them.
-        config = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is not valid JSON: {problem}") from None
+def config_of(path: Path, data: bytes) -> dict[str, Any]:
+    """The object in a ``config.json``, all of its numbers checked.
+
+    Args:
+        path: Its name, for messages.
+        data: Its content.
+
+    Raises:
+        CheckpointError: It is no JSON object, or has a number beyond its limit.
+    """
+    config = decoded_floats(parse_limited(data, str(path)))
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
+    require_sane_config(config, str(path))
     return config
+
+
+def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES, most_values: int = MAX_VALUES) -> Any:
+    """The JSON value in a file of a model, within the limits of :mod:`moechat.store.config_limits`.
+
+    Args:
+        path: The file.
+        most_bytes: Largest size.
+        most_values: Most numbers, strings, lists and objects.
+
+    Raises:
+        CheckpointError: It cannot be read, is no JSON, or is beyond a limit.
+    """
+    data = read_limited(path, most_bytes)
+    return parse_limited(data, str(path), most_bytes=most_bytes, most_values=most_values)
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -69,8 +101,9 @@ def read_index(directory: Path) -> dict[str, str]:
         UnsupportedModelError: It names pickles.
     """
     path = directory / INDEX_FILE
+    require_inside(path, directory)
     try:
-        content = strict_json(_read_limited(path))
+        content = strict_json(read_limited(path))
     except ValueError as problem:
         raise CheckpointError(f"{path} is not valid: {problem}") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -110,6 +143,8 @@ def open_tensors(directory: Path) -> TensorSet:
         shards = sorted(set(index.values()))
     else:
         raise _no_weights_error(directory)
+    for shard in shards:
+        require_inside(directory / shard, directory)
     missing = [shard for shard in shards if not (directory / shard).exists()]
     if missing:
         raise CheckpointError(
@@ -147,14 +182,20 @@ def tensor_set(directory: Path, files: Mapping[str, TensorFile], index: Mapping[
     return TensorSet(owners, where=str(directory))
 
 
-def _read_limited(path: Path) -> bytes:
+def read_limited(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Content of a small file.
+
+    Raises:
+        CheckpointError: It is missing, no regular file, larger than ``most_bytes``, or cannot be read.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file")
-        if status.st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {status.st_size} bytes, more than {MAX_JSON_BYTES}")
-        return path.read_bytes()
+        if status.st_size > most_bytes:
+            raise CheckpointError(f"{path} has {status.st_size:,} bytes, more than {most_bytes:,}")
+        with open(path, "rb") as file:
+            return file.read(most_bytes)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}", hint="a checkpoint is a directory as transformers saves it"

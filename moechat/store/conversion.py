@@ -14,7 +14,7 @@ from moechat.geometry import ExpertGeometry
 from moechat.store.calibrated import Calibration, PackExpert
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.encoded_file import dense_chunks
-from moechat.store.expert_refs import ExpertRef
+from moechat.store.expert_refs import ExpertRef, VectorRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
@@ -168,7 +168,8 @@ class Conversion:
     def _write(
         self, planned: PlannedFile, pack: PackExpert | None, advance: Advance, threads: int | None = None
     ) -> None:
-        with self._workspace.create(planned.name) as file:
+        sources = (planned.source,) if isinstance(planned, SideFile) else ()
+        with self._workspace.create(planned.name, self._checkpoint.file_mode(*sources)) as file:
             if isinstance(planned, ExpertsFile):
                 self._write_experts(planned, file.write, pack, advance, threads)
             elif isinstance(planned, DenseFile):
@@ -279,11 +280,18 @@ class Conversion:
         return source.matrix(expert.gate), up, source.matrix(expert.down)
 
     def _biases(self, expert: ExpertRef) -> Biases | None:
-        source = self._checkpoint
         if expert.gate_bias is None or expert.down_bias is None:
             return None
-        up = None if expert.up_bias is None else source.vector(expert.up_bias)
-        return source.vector(expert.gate_bias), up, source.vector(expert.down_bias)
+        up = None if expert.up_bias is None else self._finite(expert.up_bias)
+        return self._finite(expert.gate_bias), up, self._finite(expert.down_bias)
+
+    def _finite(self, ref: VectorRef) -> NDArray[np.float32]:
+        values = self._checkpoint.vector(ref)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{self._checkpoint.place(ref.key)} has values that are not finite", hint=COPY_AGAIN
+            )
+        return values
 
 
 def _numbered(pack: Packer) -> PackExpert:

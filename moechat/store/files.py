@@ -150,16 +150,22 @@ class DurableFile:
     ``_buffered``, fewer than a piece, which are at the beginning of ``_piece``.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Create ``<path>.tmp``, replacing a leftover of an interrupted run."""
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        """Create ``<path>.tmp``, replacing a leftover of an interrupted run.
+
+        Args:
+            path: The final name.
+            mode: Permissions, which the process's umask restricts.
+        """
         self._path = path
         self._temporary = path.with_name(path.name + TEMPORARY)
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._piece = memoryview(bytearray(HUGE_PAGE_BYTES))
         self._buffered = 0
+        self._temporary.unlink(missing_ok=True)  # it may have other permissions
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self._temporary, flags, 0o644)
+        self._descriptor = os.open(self._temporary, flags, mode)
 
     def write(self, data: Any) -> None:
         """Append bytes (any C-contiguous buffer)."""

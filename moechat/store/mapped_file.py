@@ -21,7 +21,10 @@ def opened_regular(path: Path, error: type[MoechatError]) -> Iterator[tuple[int,
             the block fails.
     """
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for a writer; no effect on regular files.
+        # Not opened first: opening a FIFO lets a writer go on, and opening a device may do anything.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise error(f"{path} is not a regular file")
+        # O_NONBLOCK: if it has just become a FIFO, do not wait for a writer; no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as problem:
         raise error(f"{path} cannot be opened: {problem.strerror}", hint=access_hint(problem)) from problem

@@ -23,9 +23,9 @@ class PipelinedFile(DurableFile):
     Invariant: every buffer is in ``_free``, ``_full`` or ``_hashed``, with a thread, or is ``_piece``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
         """See :class:`DurableFile`."""
-        super().__init__(path)
+        super().__init__(path, mode)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
         self._hashed: SimpleQueue[memoryview | None] = SimpleQueue()

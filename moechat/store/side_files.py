@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moechat.errors import CheckpointError
+from moechat.store.source_files import TEMPLATES, require_inside, require_regular
 
 MAX_SIDE_FILE_BYTES = 256 << 20
 # Any of them is a tokenizer.
@@ -68,7 +69,7 @@ def is_document(name: str) -> bool:
 def side_files(directory: Path, *, documents: bool) -> dict[str, Path]:
     """Side files of a checkpoint directory, symbolic links (hub cache) resolved.
 
-    Only regular files count, and never code, pickles, or names with unprintable characters.
+    Code, pickles, and names with unprintable characters never count.
 
     Args:
         directory: The checkpoint.
@@ -78,16 +79,23 @@ def side_files(directory: Path, *, documents: bool) -> dict[str, Path]:
         Name relative to the checkpoint -> real file.
 
     Raises:
-        CheckpointError: A file is larger than 256 MiB.
+        CheckpointError: A file is larger than 256 MiB, a link out of the directory, or a FIFO, a socket or a
+            device; the message names it.
     """
     found: dict[str, Path] = {}
     names = os.listdir(directory)
-    templates = directory / "additional_chat_templates"
+    templates = directory / TEMPLATES
+    require_inside(templates, directory)
     if templates.is_dir():
-        names += [f"additional_chat_templates/{entry}" for entry in os.listdir(templates)]
+        names += [f"{TEMPLATES}/{entry}" for entry in os.listdir(templates)]
     for name in sorted(names):
-        real = (directory / name).resolve()
-        if not _is_allowed(name, _INPUTS + _DOCUMENTS * documents) or not real.is_file():
+        path = directory / name
+        if not _is_allowed(name, _INPUTS + _DOCUMENTS * documents) or path.is_dir():
+            continue
+        require_inside(path, directory)
+        require_regular(path)
+        real = path.resolve()
+        if not real.is_file():  # a link to nothing
             continue
         size = real.stat().st_size
         if size > MAX_SIDE_FILE_BYTES:

@@ -147,13 +147,18 @@ class Workspace:
                 hint=f"free {format_bytes(needed - free)}, choose fewer bits, or move MOECHAT_HOME",
             )
 
-    def create(self, name: str) -> PipelinedFile:
-        """Create a file of the store; pass the result of its ``commit`` to :meth:`record`."""
+    def create(self, name: str, mode: int = 0o644) -> PipelinedFile:
+        """Create a file of the store; pass the result of its ``commit`` to :meth:`record`.
+
+        Args:
+            name: Its name in the store.
+            mode: Permissions, which the process's umask restricts.
+        """
         path = self._store / name
         if path.parent != self._store:
             path.parent.mkdir(exist_ok=True)
             sync_directory(self._store)
-        return PipelinedFile(path)
+        return PipelinedFile(path, mode)
 
     def path(self, name: str) -> Path:
         """Path of a finished file until the store is published."""

@@ -23,6 +23,7 @@ from moechat.models.assets import load_tokenizer
 from moechat.models.checkpoint_mapping import combine, map_keys
 from moechat.models.dense import read_tensor
 from moechat.models.quiet import without_warnings
+from moechat.models.side_file_checks import read_generation_settings
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config
@@ -136,7 +137,10 @@ def _with_weights(source: TuneSource, skeleton: Skeleton, dtype: torch.dtype) ->
     }
     if source.store is None:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # the command shows its own
-        return AutoModelForCausalLM.from_pretrained(str(source.directory), local_files_only=True, **options)
+        read_generation_settings(source.directory)  # transformers reads them too
+        return AutoModelForCausalLM.from_pretrained(
+            str(source.directory), config=load_config(source.directory), local_files_only=True, **options
+        )
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         load_config(source.directory), **options
     )

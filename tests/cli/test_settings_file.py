@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from cli_support import Cli, Result
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from moechat.chat.chat_options import Generation
 from moechat.cli.app import grammar
@@ -255,3 +258,44 @@ def test_every_option_has_a_variable_of_its_own() -> None:
     taken |= {"MOECHAT_RUN_AHEAD"}
     for of in grammar().built().values():
         assert not taken & {variable_of(name) for name in options_of(of)}
+
+
+_KEYS = st.sampled_from(
+    ("ram", "vram", "ctx", "threads", "temperature", "system", "color", "presets", "remotes", "run", "model")
+) | st.text("ab-_.\"' \t", min_size=1, max_size=4)
+_VALUES = st.sampled_from(
+    (
+        *(
+            "1",
+            "-1",
+            "1e400",
+            "nan",
+            "inf",
+            "true",
+            '"x"',
+            '"12G"',
+            "[1, 2]",
+            "{a = 1}",
+            "1979-05-27T07:32:00Z",
+        ),
+        *('"""', "'''a\nb'''", "0x" + "f" * 5000, "[" * 2000, '"\\ud800"', '"\\u0000"', "", "{", "[[]]"),
+    )
+)
+_LINES = st.builds("{} = {}".format, _KEYS, _VALUES) | st.builds("[{}]".format, _KEYS) | st.text(max_size=6)
+
+
+@given(lines=st.lists(_LINES, max_size=6), ending=st.sampled_from((b"", b"\xff", b"\x00", b"\r\n")))
+@hypothesis_settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_settings_file_is_used_or_refused_by_its_name(cli: Cli, lines: list[str], ending: bytes) -> None:
+    text = "\n".join(lines).encode("utf-8", "surrogatepass") + ending
+    settings(cli, text)
+    result = cli.call("list")
+    assert result.status in (0, 2), result.err
+    if result.status:
+        assert result.err.startswith("error: ")
+        assert "config.toml" in result.err or result.err.count("\n") <= 2

@@ -473,7 +473,7 @@ def test_values_out_of_range_in_generation_config_are_ignored(
 ) -> None:
     source = tmp_path / "model"
     shutil.copytree(chat_model, source)
-    shipped = {"do_sample": True, "top_k": -1, "top_p": 7, "temperature": 0.5, "eos_token_id": {"a": 1}}
+    shipped = {"do_sample": True, "top_k": -1, "top_p": 7, "temperature": 0.5}
     (source / "generation_config.json").write_text(json.dumps(shipped))
     loaded = moechat.load(source)
     assert loaded.sampling.temperature == 0.5

@@ -117,6 +117,62 @@ def test_a_damaged_side_file_is_found_before_the_conversion(
     require_refused(cli, checkpoint, rf"{re.escape(str(checkpoint))}.* cannot be (used|read)")
 
 
+def with_value(name: str, key: str, value: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**content, key: value}))
+
+    return change
+
+
+def with_content(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_bytes(content) and None
+
+
+NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            with_value("config.json", "num_labels", 10**9),
+            r"config\.json: num_labels is 1000000000, more than",
+        ),
+        (with_value("config.json", "num_hidden_layers", 10**9), "num_hidden_layers is 1000000000, more than"),
+        (with_value("config.json", "num_hidden_layers", 200), r"is 200; the checkpoint has \d+ tensors"),
+        (with_value("config.json", "rms_norm_eps", float("nan")), "rms_norm_eps is NaN"),
+        (with_value("config.json", "vision_config", {"num_hidden_layers": 10**9}), "num_hidden_layers is 10"),
+        (with_value("config.json", "configuration_files", ["x.json"]), "has configuration_files"),
+        (with_value("config.json", "get_text_config", "x"), "'get_text_config' is no setting"),
+        (with_value("generation_config.json", "watermarking_config", "x"), "watermarking_config is 'x'"),
+        (
+            with_value("generation_config.json", "eos_token_id", "x"),
+            "eos_token_id is 'x'; it must be a token",
+        ),
+        (with_value("tokenizer_config.json", "chat_template", 5), "chat_template is 5; it must be a text"),
+        (with_value("tokenizer_config.json", "unk_token", ""), "the tokenizer in .* cannot be used"),
+        (with_value("special_tokens_map.json", "eos_token", [1]), r"eos_token is \[1\]; it must be"),
+        (with_content("config.json", NESTED), r"config\.json nests values more than 32 deep"),
+        (with_content("generation_config.json", NESTED), r"generation_config\.json nests values more than"),
+        (with_content("tokenizer_config.json", NESTED), r"tokenizer_config\.json nests values more than"),
+        (with_content("added_tokens.json", NESTED), r"added_tokens\.json nests values more than"),
+        (with_content("chat_template.jinja", b"caf\xe9"), r"chat_template\.jinja is not UTF-8"),
+        (with_content("chat_template.jinja", bytes(5 << 20)), r"chat_template\.jinja has 5,242,880 bytes"),
+        (with_content("special_tokens_map.json", b"[]"), "it is .*, not an object"),
+    ],
+)
+def test_a_file_that_would_take_memory_or_crash_is_refused_with_its_key(
+    cli: Cli, checkpoint: Path, change: Callable[[Path], None], message: str
+) -> None:
+    change(checkpoint)
+    require_refused(cli, checkpoint, message)
+    if "config\\.json: " in message:  # also where a model is only looked at
+        planned = cli.call("plan", str(checkpoint))
+        assert planned.status == 3, planned.err
+
+
 @pytest.mark.parametrize(
     "shard", ["x" * 300 + ".safetensors", "\ud800.safetensors", "../m.safetensors", "m.bin", ".", 3]
 )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from local_server import serving_with
 
 from moechat.errors import MoechatError, NotAllowedError, OfflineError, PromptTooLongError, UsageError
+from moechat.remote import client
 from moechat.remote.client import RemoteClient, RemoteError
 from moechat.remote.engine import RemoteEngine
 
@@ -161,3 +167,69 @@ def test_a_connection_that_breaks_is_a_clear_error() -> None:
 def test_a_server_that_cannot_be_reached_is_offline() -> None:
     with pytest.raises(OfflineError, match="cannot be reached"):
         RemoteClient("127.0.0.1:9", attempts=1).get("/models")
+
+
+def endless(status: int, kind: str, start: bytes, piece: bytes) -> Handler:
+    """Answers without end."""
+
+    def answer(server: Any, _count: int) -> None:
+        server.close_connection = True
+        server.send_response(status)
+        server.send_header("content-type", kind)
+        server.end_headers()
+        with suppress(OSError):
+            server.wfile.write(start)
+            while True:
+                server.wfile.write(piece)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "start", "piece", "fact"),
+    [
+        (200, "application/json", b'{"a": "', b"x" * 65536, "sends more than 64 MiB"),
+        (200, "text/event-stream", b"data: ", b"x" * 65536, "sends an event of more than 4 MiB"),
+        (200, "text/event-stream", b"", b"data: xxxxxxxx\n" * 4096, "sends an event of more than 4 MiB"),
+        (200, "text/event-stream", b"", b": ping\n\n" * 8192, "sends more than 1 MiB"),
+        (400, "application/json", b'{"error": "', b"x" * 65536, "HTTP status 400"),
+    ],
+)
+def test_an_answer_without_end_is_refused(
+    status: int, kind: str, start: bytes, piece: bytes, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fact == "sends more than 1 MiB":
+        monkeypatch.setattr(client, "_MOST_ANSWER", 1 << 20)
+    with answering(endless(status, kind, start, piece)) as url, pytest.raises(MoechatError, match=fact):
+        answer_of(url)
+
+
+def test_a_compressed_answer_is_refused() -> None:
+    bomb = gzip.compress(bytes(1 << 20))
+    for kind in ("application/json", "text/event-stream"):
+
+        def answer(server: Any, _count: int, kind: str = kind) -> None:
+            assert server.headers["accept-encoding"] == "identity"
+            server.reply(200, bomb, kind, **{"content-encoding": "gzip"})
+
+        with answering(answer) as url, pytest.raises(RemoteError, match="sends data as gzip, although"):
+            answer_of(url)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=5), max_size=5),
+    st.sampled_from((b"\n", b"\r\n", b"\r")),
+    st.lists(st.integers(0, 60), max_size=5),
+)
+def test_events_are_the_same_however_they_are_cut(texts: list[str], end: bytes, cuts: list[int]) -> None:
+    whole = b"".join(
+        b"id: 1" + end + b"data: " + json.dumps({"t": text}).encode() + end + end for text in texts
+    )
+    edges = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
+    parts = [whole[begin:stop] for begin, stop in itertools.pairwise(edges)]
+    response = httpx.Response(200, content=iter(parts))
+    # After a CR at the very end, a LF may follow: the last event then waits for more.
+    found = [json.loads(data)["t"] for data in client._events(response, "host")]
+    assert found == texts[: len(found)]
+    assert len(found) >= len(texts) - (end == b"\r")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,10 +143,14 @@ def test_config_tokenizer_and_licence_are_copied_and_code_is_not(real_mixtral: P
 
 
 def test_a_hub_cache_of_links_becomes_a_store_of_real_files(real_mixtral: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    repository = tmp_path / "models--org--name"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
     for path in real_mixtral.iterdir():
-        (snapshot / path.name).symlink_to(path)
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(blob)
     _, _, store = converted(snapshot, tmp_path / "m", 4)
     assert not any(path.is_symlink() for path in store.path.iterdir())
     store.verify()

@@ -48,6 +48,11 @@ class Faults:
         gated: The model is shown, its files are not given.
         reached: After so many bytes of shards, ``at_reached`` is called once.
         at_reached: See there.
+        endless: What never ends: the body of ``model`` (its description), ``error``, ``redirect`` or ``file``
+            (whose size is not announced), or the head of a ``head``.
+        pause_s: Seconds between the pieces of what never ends, which are one byte each then.
+        coding: Content coding that files and descriptions claim to have.
+        circle: Files are redirected to themselves.
     """
 
     cuts: int = 0
@@ -68,6 +73,10 @@ class Faults:
     gated: bool = False
     reached: int = 0
     at_reached: Callable[[], None] | None = None
+    endless: str = ""
+    pause_s: float = 0.0
+    coding: str = ""
+    circle: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Hub:
         repositories: Files by repository and name.
         tags: Tags by repository, such as ``base_model:quantized:org/name``.
         commit: Of every repository.
+        sending: Requests that are being answered.
         say: Keys of a model's description with wrong values.
         say_raw: The whole description, in place of the correct one.
         events: Shards that were requested (``requested``, name) and sent completely (``sent``, name), without
@@ -99,6 +109,7 @@ class Hub:
         self.tags: dict[str, list[str]] = {}
         self.faults = Faults()
         self.requests: list[Request] = []
+        self.sending = 0
         self.commit = COMMIT
         self.say: dict[str, Any] = {}
         self.say_raw: bytes | None = None
@@ -166,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._sent = 0
+        self.owner.sending += 1
         path = unquote(urlsplit(self.path).path)
         try:
             self._answer(path)
@@ -174,6 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             token = self.headers.get("authorization", "")
             self.owner.requests.append(Request(path, self.headers.get("range", ""), token, self._sent))
+            self.owner.sending -= 1
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -185,7 +198,16 @@ class _Handler(BaseHTTPRequestHandler):
             if faults.times == 0:
                 faults.status = 0
             return
-        if path == "/api/models":
+        if faults.endless in ("error", "head") or (faults.endless == "model" and path.startswith("/api/")):
+            self._send_without_end(500 if faults.endless == "error" else 200, {})
+        elif faults.endless in ("redirect", "file") and "/resolve/" in path:
+            where = f"{self.owner.endpoint}{self.path}"
+            self._send_without_end(
+                *((302, {"Location": where}) if faults.endless == "redirect" else (200, {}))
+            )
+        elif faults.circle and "/resolve/" in path:
+            self._plain(302, {"Location": f"{self.owner.endpoint}{self.path}"})
+        elif path == "/api/models":
             self._search(parse_qs(urlsplit(self.path).query))
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self._model(match[1], match[2])
@@ -319,10 +341,25 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.05)
         self.close_connection = True
 
+    def _send_without_end(self, status: int, headers: dict[str, str]) -> None:
+        faults = self.owner.faults
+        self.close_connection = True
+        if faults.endless == "head":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        else:
+            self._begin(status, {**headers, "Content-Type": "application/json", "Connection": "close"})
+        while faults is self.owner.faults:
+            piece = b" " if faults.pause_s else b'{"a":[[],"' + b"x" * _PIECE + b'"],'
+            self.wfile.write(piece)
+            self._sent += len(piece)
+            time.sleep(faults.pause_s)
+
     def _plain(self, status: int, headers: dict[str, str]) -> None:
         self._send(status, b"", headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self.owner.faults.coding:
+            headers = {**headers, "Content-Encoding": self.owner.faults.coding}
         self._begin(status, {"Content-Length": str(len(body)), **headers})
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -12,7 +12,7 @@ import numpy as np
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef
-from moechat.store.safetensors_file import PlannedTensor, build_header
+from moechat.store.safetensors_file import PlannedTensor, SafetensorsFile, build_header
 
 _EXPERT_KEY = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
@@ -134,3 +134,23 @@ def tree(directory: Path) -> dict[str, str]:
 def beside(destination: Path) -> list[str]:
     """Everything in the library except the store itself: work directories, locks, removed stores."""
     return sorted(path.name for path in destination.parent.iterdir() if path != destination)
+
+
+def sign_again(store: Path) -> None:
+    """Make the manifest of a store that was altered fit its files, as someone who gives stores away can."""
+    path = store / "manifest.json"
+    content = json.loads(path.read_text())
+    for name, record in content["files"].items():
+        data = (store / name).read_bytes()
+        record.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    signed = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps({**rest, "checksum": hashlib.sha256(signed).hexdigest()}))
+
+
+def overwrite(path: Path, tensor: str, value: bytes) -> None:
+    """Fill a tensor of a safetensors file with a pattern."""
+    entry = SafetensorsFile.open(path).tensors[tensor]
+    with open(path, "r+b") as file:
+        file.seek(entry.start)
+        file.write((value * entry.nbytes)[: entry.nbytes])

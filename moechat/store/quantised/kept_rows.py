@@ -107,6 +107,9 @@ def _integers(codes: Codes, bits: int, block: int) -> NDArray[np.uint8]:
     rows = len(codes.codes)
     place = _places(codes, block)
     words = np.ascontiguousarray(codes.scale[place]).view(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not np.isfinite(codes.scale * np.float32(_SPARE_BITS)).all():
+            raise ValueError("a value is not finite")
     if (words & _SPARE_BITS).any():
         raise ValueError("a scale is not exact in 16 bits of mantissa")
     if codes.zero is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.checkpoint_files import read_config
 from moechat.store.quantised import autoround, awq, compressed, fp8, gptq, modelopt, mxfp4
 from moechat.store.quantised.settings import Settings, read_settings
 from moechat.store.quantised.weights import Found, PackedTensors
@@ -106,7 +106,6 @@ def source_format(config: dict[str, Any], directory: Path) -> str | None:
 def source_format_of(directory: Path) -> str | None:
     """As :func:`source_format`, of a store; ``None`` if its configuration cannot be read."""
     try:
-        config = json.loads((directory / "config.json").read_bytes())
-        return source_format(config, directory) if isinstance(config, dict) else None
-    except (OSError, ValueError, RecursionError, CheckpointError):
+        return source_format(read_config(directory), directory)
+    except CheckpointError:
         return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError
+from moechat.store.checkpoint_files import read_json
 
 # ModelOpt writes its settings into this file; newer versions repeat them in config.json.
 MODELOPT_FILE = "hf_quant_config.json"
-_MAX_BYTES = 8 << 20
 _KEYS = ("quantization_config", "compression_config")
 
 
@@ -99,14 +98,7 @@ def read_settings(config: dict[str, Any], directory: Path) -> Settings | None:
 
 
 def _read_modelopt(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} has more than {_MAX_BYTES} bytes")
-        content = json.loads(path.read_bytes())
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem.strerror}") from problem
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is not valid JSON: {problem}") from None
+    content = read_json(path)
     inner = content.get("quantization") if isinstance(content, dict) else None
     if not isinstance(inner, dict):
         raise CheckpointError(f"{path} has no object named quantization")

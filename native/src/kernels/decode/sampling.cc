@@ -165,7 +165,7 @@ std::int64_t draw_all(float* weight, std::int64_t count, float least, double whe
 
 std::int64_t largest_logit(const float* logits, std::int64_t count) {
   const Extreme most = largest(logits, count);
-  if (!most.number) return -1;
+  if (!most.number || !std::isfinite(most.value)) return -1;
   for (std::int64_t i = 0; i < count; ++i) {
     if (logits[i] == most.value) return i;
   }

@@ -12,7 +12,8 @@ struct SampleCuts {
   double min_p;        // least probability relative to the likeliest token; 0: no limit
 };
 
-// Returns the index of the first of the largest logits; -1 if any is NaN.
+// Returns the index of the first of the largest logits; -1 if any is NaN, or if that is infinite, or if
+// all are minus infinity.
 std::int64_t largest_logit(const float* logits, std::int64_t count);
 
 // Returns the token at which the probabilities, summed in a fixed order, first exceed the fraction `where` in

@@ -30,32 +30,45 @@ std::uint16_t pattern_of(const MatrixSource& source, bool fp16, std::int64_t row
   return fp16 ? half::to_fp16(value) : half::to_bf16(value);
 }
 
-bool became_infinite(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
-  const std::uint16_t magnitude = pattern_of(source, fp16, row, col) & 0x7fffu;
-  return magnitude == (fp16 ? 0x7c00u : 0x7f80u) && std::isfinite(read_element(source, row, col));
+// All bits of the exponent are set in infinities and NaN.
+bool pattern_is_finite(std::uint16_t pattern, bool fp16) {
+  const std::uint16_t exponent = fp16 ? 0x7c00u : 0x7f80u;
+  return (pattern & exponent) != exponent;
 }
 
-// Copies words of two columns for 16 rows x `groups` groups; returns false if a finite value became infinite.
+// Whether all of `count` words of two patterns are finite: adding one to the lowest bit of the exponent carries
+// into the sign only where all of its bits are set.
+bool words_are_finite(const unsigned char* words, std::int64_t count, bool fp16) {
+  const std::uint32_t exponents = fp16 ? 0x7c007c00u : 0x7f807f80u;
+  const std::uint32_t lowest = fp16 ? 0x04000400u : 0x00800080u;
+  std::uint32_t carried = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::uint32_t word;
+    std::memcpy(&word, words + 4 * i, sizeof word);
+    carried |= (word & exponents) + lowest;
+  }
+  return (carried & 0x80008000u) == 0;
+}
+
+// Copies words of two columns for 16 rows x `groups` groups; returns false if a value is not finite, or too
+// large for its new type.
 bool copy_tile(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col, std::int64_t groups,
                unsigned char* q) {
   const std::int64_t rows = std::clamp<std::int64_t>(source.rows - row, 0, kTileRows);
   const std::int64_t cols = std::clamp<std::int64_t>(source.cols - col, 0, groups * kGroupColumns);
-  const bool exact = source.type == (fp16 ? SourceType::kFloat16 : SourceType::kBfloat16);
-  bool fine = true;
   if (rows < kTileRows || cols < groups * kGroupColumns) {
     std::memset(q, 0, static_cast<std::size_t>(groups * kGroupColumns * kTileRows * 2));
   }
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {
       const std::uint16_t pattern = pattern_of(source, fp16, row + r, col + c);
-      if (!exact && became_infinite(source, fp16, row + r, col + c)) fine = false;
       // Column pairs share a step of 64 bytes; the even column is the low half of the row's word.
       unsigned char* at = q + (c / 2) * kStepBytes + r * 4 + (c % 2) * 2;
       at[0] = static_cast<unsigned char>(pattern & 0xffu);
       at[1] = static_cast<unsigned char>(pattern >> 8);
     }
   }
-  return fine;
+  return words_are_finite(q, groups * kGroupColumns * kTileRows / 2, fp16);
 }
 
 // Throws for the first weight that pack_expert cannot store.
@@ -69,9 +82,10 @@ void report_bad_weight(const BlockLayout& layout, const Fields& fields, const Ex
     }
     for (std::int64_t r = 0; r < matrices[m]->rows; ++r) {
       for (std::int64_t c = 0; c < matrices[m]->cols; ++c) {
-        if (!became_infinite(*matrices[m], layout.fp16, r, c)) continue;
-        refuse_weight(name, r, c, read_element(*matrices[m], r, c),
-                      layout.fp16 ? "too large for fp16" : "too large for bf16");
+        if (pattern_is_finite(pattern_of(*matrices[m], layout.fp16, r, c), layout.fp16)) continue;
+        const float value = read_element(*matrices[m], r, c);
+        const char* const large = layout.fp16 ? "too large for fp16" : "too large for bf16";
+        refuse_weight(name, r, c, value, std::isfinite(value) ? large : "not finite");
       }
     }
   }
