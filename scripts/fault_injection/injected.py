@@ -1,0 +1,298 @@
+"""Faults of system calls and kills at every change, in runs of the program: conversion, loading, paging,
+saved conversations, downloads."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fault_injection.phase import Outcome, Phase, ended_badly, first_line
+from fault_injection.programs import Ran
+from fault_injection.scene import DEMO, Scene, listing, replace_tree
+from fault_injection.shim import Fault
+
+# What each group of calls suffers: modes, and the errors of `once` and `forever`.
+_ERRORS = {
+    "open": ("EIO", "EMFILE", "ENOMEM"),
+    "create": ("EIO", "ENOSPC", "EMFILE"),
+    "read": ("EIO", "ENOMEM"),
+    "write": ("EIO", "ENOSPC"),
+    "sync": ("EIO", "ENOSPC"),
+    "rename": ("EIO", "ENOSPC"),
+    "mmap": ("ENOMEM", "EIO"),
+    "truncate": ("EIO", "ENOSPC"),
+    "link": ("EIO", "ENOSPC"),
+    "uring": ("EIO", "ENOMEM"),
+}
+_INTERRUPTED = ("open", "read", "write", "uring")  # calls that a signal may interrupt
+_SHORT = ("read", "write", "uring")
+_WRONG = ("read", "uring")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the program that faults disturb.
+
+    Attributes:
+        arguments: Of the command; the plain run that follows has the same.
+        home: The state of ``MOECHAT_HOME`` before it; ``None``: not there.
+        under: Directories with the files whose calls may fail.
+        trusted: Of these, those whose contents have no checksum anywhere: wrong data is not tried there.
+        uring: Whether the kernel has io_uring.
+        check: Another command after both, and what it must print.
+    """
+
+    arguments: Sequence[str]
+    home: Path | None
+    under: tuple[Path, ...]
+    trusted: tuple[Path, ...] = ()
+    uring: bool = True
+    check: Sequence[str] = field(default=())
+
+
+class Injected(Phase):
+    """Faults at every index of every call of a run.
+
+    Args:
+        scene: See there.
+        name: Of the phase; with ``kills`` it begins with ``kill-``.
+        kills: The run is killed at a change of a file, in place of faults.
+    """
+
+    def __init__(self, scene: Scene, name: str, *, kills: bool = False) -> None:
+        self.name = name
+        self.kind = "kills" if kills else "I/O faults"
+        self._scene = scene
+        self._kills = kills
+        self.home = scene.work / f"home-{name}"
+
+    def prepare(self) -> Run:
+        """The run; made once."""
+        raise NotImplementedError
+
+    def start(self, run: Run) -> Ran:
+        """Run the program."""
+        return self._scene.programs.run(run.arguments, self.home)
+
+    def open(self) -> None:
+        self._run = self.prepare()
+        self._calls = self._tally(self._run.under)
+        replace_tree(self._run.home, self.home)
+        self._reference = self._plainly()
+        if self._reference.status != 0:
+            raise RuntimeError(f"{self.name}: the undisturbed run failed: {self._reference.err}")
+        checkable = tuple(one for one in self._run.under if one not in self._run.trusted)
+        self._checked = checkable
+        self._checked_calls = self._calls if checkable == self._run.under else self._tally(checkable)
+        self._plainly()
+        self._names = set(listing(self.home))
+        self._said = self._checks()
+        self._fresh = False
+
+    def close(self) -> None:
+        self._scene.control.disarm()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def cases(self, seed: int) -> Iterator[str]:
+        found = [str(fault) for fault in (self._kill_points() if self._kills else self._faults())]
+        random.Random(f"{seed}:{self.name}").shuffle(found)
+        return iter(found)
+
+    def run(self, case: str) -> Outcome:
+        fault = Fault.parse(case)
+        self._restore()
+        run, control = self._run, self._scene.control
+        under = self._checked if fault.mode == "wrong" else run.under
+        control.arm([*under], fault, uring=run.uring)
+        ran = self.start(run)
+        fired, where = control.fired(), control.where()
+        control.disarm()
+        detail = f"at {where}" if fired else "not reached"
+        if self._kills and ran.status == -9 and not ran.stopped:
+            outcome = Outcome()
+        else:
+            outcome = ended_badly(ran, self._reference.out, self._reference.peak_bytes)
+        if not outcome.fell:
+            outcome = self._afterwards()
+        if outcome.fell:
+            self._fresh = False
+            return Outcome(outcome.fell, f"{detail}; {outcome.detail}")
+        return Outcome(detail=detail)
+
+    def _afterwards(self) -> Outcome:
+        """The plain run after a disturbed one."""
+        if self._fresh and listing(self.home) == self._before:
+            return Outcome()  # nothing changed, so nothing needs to be shown
+        self._fresh = False
+        again = self._plainly()
+        bad = ended_badly(again, self._reference.out)
+        if bad.fell or again.status != 0:
+            return Outcome(f"next run: {bad.fell or first_line(again.err)}", again.err[-1000:])
+        left = set(listing(self.home)) - self._names
+        if left:
+            return Outcome(f"left behind: {_general_names(left)}", ", ".join(sorted(left)))
+        said = self._checks()
+        if not self.right(said):
+            return Outcome("next check is wrong", f"{said!r} instead of {self._said!r}")
+        return Outcome()
+
+    def right(self, said: bytes) -> bool:
+        """Whether a check's answer after all is as it must be."""
+        return said == self._said
+
+    def _checks(self) -> bytes:
+        if not self._run.check:
+            return b""
+        done = self._scene.undisturbed([*self._run.check], self.home)
+        return done.out + done.err.encode()
+
+    def _restore(self) -> None:
+        if not self._fresh:
+            replace_tree(self._run.home, self.home)
+            self._before = listing(self.home)
+            self._fresh = True
+
+    def _plainly(self) -> Ran:
+        self._scene.control.arm([], None, uring=self._run.uring)
+        return self.start(self._run)
+
+    def _tally(self, under: tuple[Path, ...]) -> dict[str, int]:
+        replace_tree(self._run.home, self.home)
+        self._scene.control.arm([*under], None, uring=self._run.uring)
+        self.start(self._run)
+        counts = self._scene.control.counts()
+        self._scene.control.disarm()
+        return counts
+
+    def _faults(self) -> Iterator[Fault]:
+        for group, errors in _ERRORS.items():
+            for index in range(self._calls[group]):
+                for error in errors:
+                    yield Fault(group, index, "once", error)
+                    yield Fault(group, index, "forever", error)
+                if group in _INTERRUPTED:
+                    yield Fault(group, index, "once", "EINTR")
+                if group in _SHORT:
+                    yield Fault(group, index, "short")
+            if group in _WRONG:
+                for index in range(self._checked_calls[group]):
+                    yield Fault(group, index, "wrong")
+
+    def _kill_points(self) -> Iterator[Fault]:
+        for index in range(self._calls["change"]):
+            yield Fault("change", index, "kill")
+            yield Fault("change", index, "torn")
+
+
+def _general_names(names: set[str]) -> str:
+    ends = {Path(name).suffix or Path(name).name for name in names}
+    return ", ".join(sorted(ends))
+
+
+class Convert(Injected):
+    """A checkpoint is converted at its first use."""
+
+    def prepare(self) -> Run:
+        source = self._scene.source
+        return Run(self._scene.answer(source), None, (source, self.home), trusted=(source,))
+
+
+class Load(Injected):
+    """A store is loaded that was converted before."""
+
+    def prepare(self) -> Run:
+        source = self._scene.source
+        under = (source, self.home)
+        return Run(self._scene.answer(source), self._scene.converted, under, trusted=(source,))
+
+
+class Paging(Injected):
+    """The demo answers within a small budget.
+
+    Args:
+        scene: See there.
+        uring: With io_uring, else with threads.
+    """
+
+    def __init__(self, scene: Scene, *, uring: bool) -> None:
+        super().__init__(scene, "page-uring" if uring else "page-threads")
+        self._uring = uring
+
+    def prepare(self) -> Run:
+        budget = self._scene.small_budget
+        home = self._scene.work / "demo-home"
+        arguments = [*self._scene.answer(DEMO), "--ram", budget]
+        self._scene.undisturbed(arguments, home)
+        return Run(arguments, home, (DEMO,), uring=self._uring)
+
+
+class Conversations(Injected):
+    """A saved conversation is continued."""
+
+    def prepare(self) -> Run:
+        from moechat.history.conversation import Conversation, Turn
+        from moechat.history.session_database import Sessions
+
+        home = self._scene.work / "with-conversation"
+        replace_tree(self._scene.converted, home)
+        made = Conversation()
+        made.add(Turn("What is old?", "This is old.", model=str(self._scene.source), created=1.5))
+        with Sessions(home / "state" / "sessions.db") as sessions:
+            sessions.keep(made)
+        arguments = [*self._scene.answer(self._scene.source, "And new?"), "--session", "1"]
+        show = ("sessions", "show", "1")
+        return Run(arguments, home, (home, self.home), check=show)
+
+    def right(self, said: bytes) -> bool:
+        """The old turn is there, and the turn of the plain run that came last."""
+        return b"This is old." in said and b"And new?" in said
+
+
+class Download(Injected):
+    """A model is fetched from a hub on this machine, and converted meanwhile."""
+
+    def open(self) -> None:
+        from hub_checkpoint import write_hub_checkpoint
+        from hub_server import REPOSITORY, Hub
+
+        from fault_injection.programs import Programs
+
+        scene = self._scene
+        checkpoint = scene.work / "hub-checkpoint"
+        if not checkpoint.exists():
+            write_hub_checkpoint(checkpoint)
+        self._hub = Hub()
+        self._hub.add(REPOSITORY, checkpoint)
+        self._running = self._hub.running()
+        self._running.__enter__()
+        self._repository = REPOSITORY
+        self._programs = Programs(
+            scene.work,
+            scene.control,
+            scene.shim,
+            {
+                "HF_ENDPOINT": self._hub.endpoint,
+                "HF_HUB_OFFLINE": "0",
+                "HF_HOME": str(scene.work / "hf"),
+                "HF_TOKEN": "",
+                "HF_HUB_DOWNLOAD_TIMEOUT": "2",
+                "NO_PROXY": "127.0.0.1",
+            },
+        )
+        super().open()
+
+    def close(self) -> None:
+        super().close()
+        self._programs.close()
+        self._running.__exit__(None, None, None)
+
+    def prepare(self) -> Run:
+        show = ("run", self._repository, "Hi", "--temperature", "0", "--max-tokens", "6")
+        return Run(["download", self._repository, "--yes"], None, (self.home,), check=show)
+
+    def start(self, run: Run) -> Ran:
+        self._hub.reset()
+        return self._programs.run(run.arguments, self.home)

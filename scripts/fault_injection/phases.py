@@ -1,0 +1,30 @@
+"""All phases, in the order of the campaign."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fault_injection.injected import Conversations, Convert, Download, Load, Paging
+from fault_injection.phase import Phase
+from fault_injection.scene import Scene
+
+
+def all_phases(scene: Scene, root: Path) -> dict[str, Phase]:
+    """All phases by name.
+
+    Args:
+        scene: What they share.
+        root: The clone.
+    """
+    phases: list[Phase] = [
+        Convert(scene, "convert"),
+        Load(scene, "load"),
+        Paging(scene, uring=False),
+        Paging(scene, uring=True),
+        Conversations(scene, "sessions"),
+        Download(scene, "download"),
+        Convert(scene, "kill-convert", kills=True),
+        Conversations(scene, "kill-sessions", kills=True),
+        Download(scene, "kill-download", kills=True),
+    ]
+    return {phase.name: phase for phase in phases}
