@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fault_injection.flips import Flips, Rot
+from fault_injection.fuzz import MAKERS, Fuzz
 from fault_injection.injected import Conversations, Convert, Download, Load, Paging
 from fault_injection.phase import Phase
 from fault_injection.scene import Scene
+from fault_injection.signals import PARTS, Signals
 
 
 def all_phases(scene: Scene, root: Path) -> dict[str, Phase]:
@@ -26,5 +29,9 @@ def all_phases(scene: Scene, root: Path) -> dict[str, Phase]:
         Convert(scene, "kill-convert", kills=True),
         Conversations(scene, "kill-sessions", kills=True),
         Download(scene, "kill-download", kills=True),
+        Flips(scene),
+        Rot(scene),
+        *(Signals(scene, part) for part in PARTS),
+        *(Fuzz(scene, part) for part in MAKERS),
     ]
     return {phase.name: phase for phase in phases}

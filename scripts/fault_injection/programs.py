@@ -62,7 +62,8 @@ class Programs:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("MOECHAT_", "HF_", "PYTHON")) and name not in ("NO_COLOR", "FORCE_COLOR")
+            if not name.startswith(("MOECHAT_", "HF_", "PYTHON"))
+            and name not in ("NO_COLOR", "FORCE_COLOR", "TQDM_DISABLE")
         }
         self._environment = {
             **kept,
@@ -134,7 +135,11 @@ class Programs:
             kill_after: A signal, and the seconds after which it is sent.
             cold: Start Python anew.
         """
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
             given.write(stdin)
             given.seek(0)
             begin = time.monotonic()

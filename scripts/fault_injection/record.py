@@ -78,7 +78,9 @@ class Record:
             lines.append(f"{title:<32}{counts['tried']:>12}{counts['held']:>12}{counts['fell']:>8}")
             total.update(counts)
         lines.append(f"{'all':<32}{total['tried']:>12}{total['held']:>12}{total['fell']:>8}")
-        for (phase, fell), entries in sorted(self._fell.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        for (phase, fell), entries in sorted(
+            self._fell.items(), key=lambda item: (item[0][0], -len(item[1]))
+        ):
             lines.append(f"\n{phase}: {fell}  ({len(entries)})")
             lines += [f"    {command(entry['phase'], entry['case'])}" for entry in entries[:_SHOWN]]
         return "\n".join(lines)

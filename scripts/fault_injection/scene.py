@@ -61,7 +61,7 @@ class Scene:
     @cached_property
     def store(self) -> Path:
         """The store there."""
-        return next((self.converted / "models").glob("**/manifest.json")).parent
+        return next((self.converted / "data" / "models").glob("*/manifest.json")).parent
 
     @cached_property
     def small_budget(self) -> str:
