@@ -1,4 +1,4 @@
-"""Fuzzing of every file that the program reads: each case is made from its number, and the real program reads it."""
+"""Fuzzing of every file that the program reads: the real program reads what a case's number makes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _excerpt(directory: Path) -> str:
     """The small files of a case, shortened."""
     texts = []
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix in (".jinja", ".jsonl", ".toml") or path.name == "config.json":
+        if (path.is_file() and path.suffix in (".jinja", ".jsonl", ".toml")) or path.name == "config.json":
             texts.append(f"{path.name}: {path.read_bytes()[:1500]!r}")
     return "; ".join(texts)
 

@@ -32,8 +32,10 @@ _ESCAPES = (
     "{% set x = messages.append.__self__.__class__ %}{{ x }}",
     "{{ (1).__class__.__base__.__subclasses__()|length }}",
     "{{ messages.clear() }}{{ messages.__setitem__(0, 1) }}",
-    "{% for c in ''.__class__.__base__.__subclasses__() %}{% if 'open' in c.__name__ %}{{ c('CANARY', 'w') }}{% endif %}{% endfor %}",
+    "{% for c in ''.__class__.__base__.__subclasses__() %}{% if 'open' in c.__name__ %}"
+    "{{ c('CANARY', 'w') }}{% endif %}{% endfor %}",
 )
+_DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
 _NUMBERS = (
     "0",
     "1",
@@ -62,16 +64,18 @@ _WORDS = (
     "messages",
     "bos_token",
 )
+_ATTRIBUTES = ("a", "format(1)", "items()", "split()", "__class__", "ljust(10**9)")
 _FILTERS = (
-    "upper", "trim", "tojson", "length", "list", "reverse", "join(',')", "center(N)", "indent(N)", "wordwrap(N)",
-    "batch(N)|list", "slice(N)|list", "truncate(N)", "format(N)", "replace('', 'aaaa')", "int", "float", "round(N)",
-    "filesizeformat", "pprint", "sum", "sort", "unique|list", "map('upper')|list", "groupby('role')", "xmlattr", "urlize",
-    "striptags", "random", "string", "abs", "default(N)", "dictsort", "first", "last", "max", "min", "tojson(indent=N)",
+    "upper", "trim", "tojson", "length", "list", "reverse", "join(',')", "center(N)", "indent(N)",
+    "wordwrap(N)", "batch(N)|list", "slice(N)|list", "truncate(N)", "format(N)", "replace('', 'aaaa')",
+    "int", "float", "round(N)", "filesizeformat", "pprint", "sum", "sort", "unique|list",
+    "map('upper')|list", "groupby('role')", "xmlattr", "urlize", "striptags", "random", "string", "abs",
+    "default(N)", "dictsort", "first", "last", "max", "min", "tojson(indent=N)",
 )  # fmt: skip
 
 
 def template(generator: random.Random, canary: str) -> str:
-    """A chat template: plain, with an expression or statement from a grammar, or with a way out of the sandbox."""
+    """A chat template with statements from a grammar, with a way out of the sandbox, or with wrong syntax."""
     kind = generator.random()
     if kind < 0.25:
         return generator.choice(_ESCAPES).replace("CANARY", canary) + _PLAIN
@@ -98,7 +102,7 @@ def _statement(generator: random.Random, depth: int) -> str:
             f"{{% for i in {one} %}}{inner}{{% endfor %}}",
             f"{{% if {one} %}}{inner}{{% else %}}x{{% endif %}}",
             f"{{% set x = {one} %}}{inner}{{{{ x }}}}",
-            "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}" + inner,
+            _DOUBLING + inner,
             f"{{% macro m(a) %}}{inner}{{{{ m(a) }}}}{{% endmacro %}}{{{{ m(1) }}}}",
             f"{{% filter {_filter(generator)} %}}{inner}{{% endfilter %}}",
             f"{{{{ {one} }}}}{inner}",
@@ -124,7 +128,7 @@ def _expression(generator: random.Random, depth: int) -> str:
             f"[{left}, {right}]",
             f"{{'a': {left}}}",
             f"({left})[{right}]",
-            f"({left}).{generator.choice(('a', 'format(1)', 'items()', 'split()', '__class__', 'ljust(10**9)'))}",
+            f"({left}).{generator.choice(_ATTRIBUTES)}",
             f"range({left})",
             f"({left} if {right} else {left})",
             f"lipsum(n={generator.choice(_NUMBERS)})",
@@ -254,8 +258,9 @@ def settings(generator: random.Random) -> bytes:
 
 def _toml(generator: random.Random, depth: int) -> str:
     simple = (
-        "1", "-1", "0", "4", "1e400", "nan", "inf", "99999999999999999999999", "true", "false", '"8G"', '"auto"', '""', '"demo"',
-        '"\\u0000"', '"' + "a" * 10_000 + '"', "1979-05-27T07:32:00Z", "07:32:00", '"""x\ny"""', "'it'", "0xFF", "=", "[", "1.0.0",
+        "1", "-1", "0", "4", "1e400", "nan", "inf", "99999999999999999999999", "true", "false", '"8G"',
+        '"auto"', '""', '"demo"', '"\\u0000"', '"' + "a" * 10_000 + '"', "1979-05-27T07:32:00Z",
+        "07:32:00", '"""x\ny"""', "'it'", "0xFF", "=", "[", "1.0.0",
     )  # fmt: skip
     kind = generator.random()
     if depth == 0 or kind < 0.7:

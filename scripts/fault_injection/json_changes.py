@@ -8,12 +8,13 @@ import random
 from typing import Any
 
 _NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 7, 64, 255, 65536, 10**6, 10**9, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63),
-    0.5, -0.0, 1e-45, 1e308, 1e400, float("nan"), float("-inf"),
+    0, 1, -1, 2, 3, 7, 64, 255, 65536, 10**6, 10**9, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64,
+    10**30, -(2**63), 0.5, -0.0, 1e-45, 1e308, 1e400, float("nan"), float("-inf"),
 )  # fmt: skip
 _TEXTS = (
     "", " ", "a", "../../etc/passwd", "/etc/passwd", "\0", "\ud800", "ÿ" * 70, "a" * 100_000, "model", "auto",
-    "{{ 1 }}", "None", "1e9", "\x1b[2J", "silu", "BF16", "F32", "I64", "linear", "yarn", "dynamic", "x.safetensors",
+    "{{ 1 }}", "None", "1e9", "\x1b[2J", "silu", "BF16", "F32", "I64", "linear", "yarn", "dynamic",
+    "x.safetensors",
 )  # fmt: skip
 _OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"": None}, [0] * 1000)
 _DEEP = 400  # json and copy recurse; deeper values are spelled as text

@@ -7,9 +7,13 @@ from pathlib import Path
 from fault_injection.flips import Flips, Rot
 from fault_injection.fuzz import MAKERS, Fuzz
 from fault_injection.injected import Conversations, Convert, Download, Load, Paging
+from fault_injection.native import Native
 from fault_injection.phase import Phase
 from fault_injection.scene import Scene
 from fault_injection.signals import PARTS, Signals
+from fault_injection.soak import Prompts, Server
+
+_SOAK_S = 30.0
 
 
 def all_phases(scene: Scene, root: Path) -> dict[str, Phase]:
@@ -33,5 +37,9 @@ def all_phases(scene: Scene, root: Path) -> dict[str, Phase]:
         Rot(scene),
         *(Signals(scene, part) for part in PARTS),
         *(Fuzz(scene, part) for part in MAKERS),
+        Native(root, "tsan"),
+        Native(root, "asan"),
+        Prompts(scene, _SOAK_S),
+        Server(scene, _SOAK_S),
     ]
     return {phase.name: phase for phase in phases}

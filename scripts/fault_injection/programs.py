@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_injection.shim import Control
 from fork_server import ForkServer, early_variables
 
-HANG_S = 20.0
+from fault_injection.shim import Control
+
+HANG_S = 20.0  # without an end; if the machine is busy, only one that waits or has computed for long hangs
+_HANG_CPU_S = 10.0
+_IDLE_S = 5.0
+_HANG_AT_MOST_S = 120.0
 SPARE_BYTES = 1 << 30  # beyond the peak of the undisturbed run
 _MOST_BYTES = 3 << 30  # of a run whose undisturbed peak is not known
 _DATA_LIMIT_BYTES = 6 << 30  # the kernel's own limit, in case the peak comes between two looks
@@ -156,6 +160,7 @@ def _wait(
 ) -> tuple[int, int, str]:
     """Status, peak of memory in bytes, and why it was stopped."""
     stopped = ""
+    hang = _Hang(pid, begin)
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
@@ -164,7 +169,7 @@ def _wait(
         if kill_after is not None and now >= kill_after[1]:
             os.kill(pid, kill_after[0])
             kill_after = None
-        if not stopped and now > HANG_S:
+        if not stopped and now > HANG_S and hang.is_one():
             stopped = "hang"
         if not stopped and resident(pid) > most_bytes:
             stopped = "memory"
@@ -172,6 +177,33 @@ def _wait(
             os.kill(pid, signal.SIGKILL)
         pause = _LOOK_S if now > 0.2 else _LOOK_S / 4
         time.sleep(pause if kill_after is None else max(0.0, min(pause, kill_after[1] - now)))
+
+
+class _Hang:
+    """Tells a process that hangs from one that has waited for a processor."""
+
+    def __init__(self, pid: int, begin: float) -> None:
+        self._pid = pid
+        self._begin = begin
+        self._seen = (0.0, begin)  # its processor time, and when that was last more
+
+    def is_one(self) -> bool:
+        """Whether it hangs; asked after ``HANG_S``."""
+        now = time.monotonic()
+        used = _processor_seconds(self._pid)
+        if used > self._seen[0] + 0.05:
+            self._seen = (used, now)
+        idle = now - max(self._seen[1], self._begin + HANG_S) > _IDLE_S
+        return used > _HANG_CPU_S or idle or now - self._begin > _HANG_AT_MOST_S
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident(pid: int) -> int:
