@@ -96,7 +96,7 @@ def _other(value: Any, generator: random.Random) -> Any:
 
 
 def _deep(generator: random.Random) -> Any:
-    value: Any = generator.choice(_OTHERS)
+    value: Any = copy.deepcopy(generator.choice(_OTHERS))
     for _ in range(generator.choice((5, 50, _DEEP))):
         value = [value] if generator.random() < 0.5 else {"a": value}
     return value

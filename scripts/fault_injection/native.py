@@ -20,7 +20,7 @@ class Native(Phase):
 
     Args:
         root: The clone.
-        sanitizer: ``tsan`` or ``asan``; as in ``scripts/sanitize``, which builds the programs at the first case.
+        sanitizer: ``tsan`` or ``asan``. ``scripts/sanitize`` builds the programs at the first case.
     """
 
     kind = "operations"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fault_injection.disturbed import Conversations, Convert, Download, Load, Paging
 from fault_injection.flips import Flips, Rot
 from fault_injection.fuzz import MAKERS, Fuzz
-from fault_injection.injected import Conversations, Convert, Download, Load, Paging
 from fault_injection.native import Native
 from fault_injection.phase import Phase
 from fault_injection.scene import Scene
