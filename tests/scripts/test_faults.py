@@ -1,4 +1,4 @@
-"""The fault campaign: its library makes calls fail, it notices what does not hold, and its short form holds."""
+"""The fault campaign: its library makes calls fail, it notices what falls, and its short form holds."""
 
 from __future__ import annotations
 
