@@ -71,8 +71,6 @@ class Conversations(Injected):
 class Download(Injected):
     """A model is fetched from a hub on this machine, and converted meanwhile."""
 
-    short = 0  # it needs a hub and programs that know it; tests/fetch tries some faults
-
     def open(self) -> None:
         from hub_checkpoint import write_hub_checkpoint
         from hub_server import REPOSITORY, Hub

@@ -73,7 +73,7 @@ class Rot(Phase):
 
     name = "rot"
     kind = "bit flips"
-    short = 4
+    short = 1
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene

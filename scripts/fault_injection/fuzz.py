@@ -16,6 +16,7 @@ from fault_injection.scene import Scene
 from fault_injection.seals import MANIFEST, seal
 
 _MOST_BYTES = 1 << 30  # beyond the undisturbed run
+_SHORT = ("manifest", "gguf", "config", "template", "tokenizer", "settings")
 CANARY = "canary"  # a file that a template makes if it gets code executed
 
 # Changes the files of a case in its directory; returns the arguments of the command.
@@ -34,16 +35,14 @@ class Fuzz(Phase):
 
     def __init__(self, scene: Scene, part: str) -> None:
         self.name = f"fuzz-{part}"
+        self.short = int(part in _SHORT)
         self.scene = scene
         self._make = MAKERS[part]
         self._directory = scene.work / self.name
         self._home = scene.work / f"home-{self.name}"
 
     def open(self) -> None:
-        plain = self.scene.undisturbed(self.scene.answer(self.scene.source), self._home)
-        if plain.status != 0:
-            raise RuntimeError(f"{self.name}: the undisturbed run failed: {plain.err}")
-        self._peak = plain.peak_bytes
+        self._peak = self.scene.plain_peak_bytes
 
     def close(self) -> None:
         for directory in (self._directory, self._home):

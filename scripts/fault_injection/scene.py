@@ -59,6 +59,14 @@ class Scene:
         return home
 
     @cached_property
+    def plain_peak_bytes(self) -> int:
+        """The most memory of a conversion and an answer of :attr:`source`."""
+        done = self.undisturbed(self.answer(self.source), self.work / "plain")
+        if done.status != 0:
+            raise RuntimeError(f"the undisturbed run failed: {done.err}")
+        return done.peak_bytes
+
+    @cached_property
     def store(self) -> Path:
         """The store there."""
         return next((self.converted / "data" / "models").glob("*/manifest.json")).parent

@@ -48,6 +48,7 @@ class Signals(Phase):
 
     def __init__(self, scene: Scene, part: str) -> None:
         self.name = f"signals-{part}"
+        self.short = {"load": 3, "list": 3}.get(part, 0)
         self._scene = scene
         self._part = part
         self._home = scene.work / f"home-{self.name}"

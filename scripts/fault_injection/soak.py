@@ -29,7 +29,7 @@ _PROMPTS = (
 _TOKENS = 16
 _SPARE_BYTES = 16 << 20  # of growth between the second and the last quarter
 _PATIENCE_S = 60.0
-_SHORT_S = 4.0
+_SHORT_S = 2.0
 _SAMPLE_S = 0.05
 
 
@@ -151,6 +151,7 @@ class Prompts(Soak):
 class Server(Soak):
     """``moechat serve`` answers one request after the other."""
 
+    short = 0
     name = "soak-server"
 
     def answer(self, seconds: float, generator: random.Random, log: IO[str]) -> Outcome:
