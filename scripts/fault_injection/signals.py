@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault_injection.phase import Outcome, Phase, ended_badly, first_line
+from fault_injection.programs import Ran
 from fault_injection.scene import DEMO, Scene, replace_tree
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 PARTS = ("start", "load", "convert", "answer", "pipe", "list")
+_MAIN = re.compile(r'moechat/cli/main\.py", line \d+, in (main|end_on_signals)')
 _AFTER_THE_END = 1.1  # moments are drawn up to so many durations of the undisturbed run
 
 
@@ -101,7 +104,12 @@ class Signals(Phase):
             moment.arguments, self._home, stdin=moment.stdin, kill_after=(number, delay), cold=moment.cold
         )
         detail = f"after {delay:.3f} s: {ran.err[-1500:]}"
-        if "Traceback (most recent call last)" in ran.err:
+        # While Python starts and the package is imported, Python ends in its own way: by the signal, with a
+        # traceback on Ctrl-C, or with status 1 where its streams are not set up yet.
+        if "Fatal Python error: init_" in ran.err:
+            return Outcome(detail="before Python had its streams")
+        before = ran.status == -number and not _MAIN.search(ran.err)
+        if "Traceback (most recent call last)" in ran.err and not before:
             return Outcome(f"traceback: {ran.err.strip().splitlines()[-1][:100]}", detail)
         # The signal's own effect, where Python has not taken it over yet, or not any more.
         if ran.status not in (-number, 128 + number):
@@ -118,7 +126,7 @@ class Signals(Phase):
     def _answer(self) -> bytes | None:
         return None if self._part == "list" else self._reference.out  # it says how long ago a model was used
 
-    def _run_plainly(self):  # type: ignore[no-untyped-def]
+    def _run_plainly(self) -> Ran:
         self._scene.control.disarm()
         return self._scene.programs.run(
             self._moment.arguments, self._home, stdin=self._moment.stdin, cold=self._moment.cold
