@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fault_injection.programs import SPARE_BYTES, Ran
+from moechat import errors
 
-DOCUMENTED = (0, 2, 3, 4, 5, 6, 7)  # exit statuses that a fault may have
+# Exit statuses that a fault may have: success, and those of errors but "unexpected".
+DOCUMENTED = {0} | {
+    kind.exit_code
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.MoechatError) and kind.exit_code != 1
+}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _PROMPTS = (
 _TOKENS = 16
 _SPARE_BYTES = 16 << 20  # of growth between the second and the last quarter
 _PATIENCE_S = 60.0
-_SHORT_S = 2.0
+_SHORT_S = 1.0
 _SAMPLE_S = 0.05
 
 
