@@ -116,7 +116,7 @@ class Programs:
         if self._server is None:
             self._server = ForkServer(early_variables(environment))
             limit = (_DATA_LIMIT_BYTES, _DATA_LIMIT_BYTES)
-            resource.prlimit(self._server._process.pid, resource.RLIMIT_DATA, limit)
+            resource.prlimit(self._server.pid, resource.RLIMIT_DATA, limit)
         return self._server.spawn(arguments, cwd=self._work, environment=environment, descriptors=descriptors)
 
     def run(

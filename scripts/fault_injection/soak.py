@@ -47,7 +47,11 @@ class Usage:
             threads = len(os.listdir(f"/proc/{self._pid}/task"))
         except OSError:
             return
-        self._samples.append((resident(self._pid), files, threads))
+        self.add(resident(self._pid), files, threads)
+
+    def add(self, memory: int, files: int, threads: int) -> None:
+        """Note one look."""
+        self._samples.append((memory, files, threads))
 
     def growth(self) -> str:
         """What has grown from the second quarter of the time to the last; empty if nothing has."""

@@ -269,13 +269,17 @@ def test_results_are_continued_and_counted(tmp_path: Path) -> None:
 
 
 def test_growth_is_what_stays_above_all_before() -> None:
-    usage = Usage(os.getpid())
-    usage._samples = [(100, 5, 3)] * 20
-    assert usage.growth() == ""
-    usage._samples = [(100, 5 + number // 5, 3) for number in range(20)]
-    assert usage.growth() == "files from 6 to 8"
-    usage._samples[-1] = (100, 5, 3)  # it was closed again
-    assert usage.growth() == ""
+    def growth(files: list[int], memory: int = 0) -> str:
+        usage = Usage(os.getpid())
+        for number, count in enumerate(files):
+            usage.add(number * memory, count, 3)
+        return usage.growth()
+
+    assert growth([5] * 20) == ""
+    assert growth([5] * 5 + [6] * 5 + [7] * 5 + [8] * 5) == "files from 6 to 8"
+    assert growth([5] * 5 + [6] * 5 + [7] * 5 + [8] * 4 + [5]) == ""  # it was closed again
+    assert growth([5] * 20, memory=1 << 20) == ""
+    assert growth([5] * 20, memory=4 << 20).startswith("memory from ")
 
 
 def test_every_phase_of_the_help_exists(tmp_path: Path) -> None:
