@@ -104,12 +104,11 @@ class Signals(Phase):
             moment.arguments, self._home, stdin=moment.stdin, kill_after=(number, delay), cold=moment.cold
         )
         detail = f"after {delay:.3f} s: {ran.err[-1500:]}"
-        # While Python starts and the package is imported, Python ends in its own way: by the signal, with a
-        # traceback on Ctrl-C, or with status 1 where its streams are not set up yet.
-        if "Fatal Python error: init_" in ran.err:
-            return Outcome(detail="before Python had its streams")
-        before = ran.status == -number and not _MAIN.search(ran.err)
-        if "Traceback (most recent call last)" in ran.err and not before:
+        if "Traceback (most recent call last)" in ran.err:
+            # While Python starts and the package is imported, Python ends on Ctrl-C in its own way: with a
+            # traceback, and with status 1 where it could not even begin.
+            if not ran.out and not _MAIN.search(ran.err) and "KeyboardInterrupt" in ran.err:
+                return Outcome(detail="before the command began")
             return Outcome(f"traceback: {ran.err.strip().splitlines()[-1][:100]}", detail)
         # The signal's own effect, where Python has not taken it over yet, or not any more.
         if ran.status not in (-number, 128 + number):
