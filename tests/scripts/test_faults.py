@@ -305,7 +305,7 @@ def test_nothing_falls_in_the_short_campaign(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seed 9" in done.stdout
+    assert "seed 10" in done.stdout
     counts = json.loads(out.with_suffix(".json").read_text())["counts"]
     assert {title.split(" / ")[0] for title in counts} == KINDS
     assert all(count["tried"] == count["held"] > 0 for count in counts.values())
