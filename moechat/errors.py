@@ -179,11 +179,19 @@ class StorageError(MoechatError):
 
 
 class SessionsUnavailableError(MoechatError):
-    """The conversation database is locked, damaged, of a newer version, or cannot be written."""
+    """The conversation database is locked, damaged, of a newer version, or cannot be read or written."""
+
+    exit_code = 6
 
 
 class SessionsBusyError(SessionsUnavailableError):
     """Another program has locked the conversation database."""
+
+
+class SessionsFullError(SessionsUnavailableError):
+    """The disk of the conversation database is full."""
+
+    exit_code = 4
 
 
 class SessionNotFoundError(UsageError):

@@ -5,6 +5,7 @@ Every call is one transaction; processes may use the database at the same time.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import time
@@ -15,7 +16,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moechat.config import user_paths
-from moechat.errors import SessionNotFoundError, SessionsBusyError, SessionsUnavailableError
+from moechat.errors import (
+    SessionNotFoundError,
+    SessionsBusyError,
+    SessionsFullError,
+    SessionsUnavailableError,
+)
 from moechat.history.conversation import Conversation, Turn, title_of
 from moechat.history.database_schema import NewerSchemaError, migrate
 from moechat.history.search import by_comparing, by_index
@@ -23,6 +29,8 @@ from moechat.safe_text import encodable
 
 _BUSY_TIMEOUT_S = 1.0
 _FILE = "sessions.db"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_HINT = "free some space"
 _REPLACE_HINT = "move that file away; a new one is made then"
 # Beginnings of SQLite errors that damaged files cause, and clearer messages.
 _DAMAGE_ERRORS = {
@@ -354,13 +362,15 @@ class Sessions:
                 reason = f"the database is damaged ({_DAMAGE_ERRORS[damage] or reason})"
                 hint = _REPLACE_HINT
             elif "full" in reason:
-                hint = "free some space"
+                raise SessionsFullError(f"{self._path}: {reason}", hint=_FULL_HINT) from error
             elif "readonly" in reason or "unable to open" in reason:
                 hint = "it and its directory must be writable for you; MOECHAT_HOME moves them elsewhere"
             elif not isinstance(error, sqlite3.OperationalError):
                 hint = _REPLACE_HINT
             raise SessionsUnavailableError(f"{self._path}: {reason}", hint=hint) from error
         except OSError as error:
+            if error.errno in _FULL:
+                raise SessionsFullError(f"{self._path}: {error.strerror}", hint=_FULL_HINT) from error
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
 
 

@@ -16,7 +16,7 @@ from history_support import conversation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.errors import SessionNotFoundError, SessionsUnavailableError, UsageError
+from moechat.errors import SessionNotFoundError, SessionsFullError, SessionsUnavailableError, UsageError
 from moechat.history import database_schema as schema
 from moechat.history.attachments import attach, without_files
 from moechat.history.conversation import Conversation, Turn, title_of
@@ -321,6 +321,20 @@ def test_turns_of_two_processes_are_all_kept(path: Path) -> None:
     with Sessions(path, existing=True) as sessions:
         found = [[turn.question for turn in sessions.get(key).turns] for key in (1, 2)]
     assert sorted(found) == [[f"{name} {n}" for n in range(40)] for name in ("a", "b")]
+
+
+def test_a_full_disk_has_its_own_status_and_loses_nothing(path: Path) -> None:
+    with Sessions(path) as sessions:
+        kept = conversation(("first", "one"))
+        sessions.keep(kept)
+        sessions._connection.execute("PRAGMA max_page_count = 1")  # no page more than there are
+        kept.add(Turn("second", "long " * 100_000))
+        with pytest.raises(SessionsFullError, match="full") as caught:
+            sessions.keep(kept)
+        assert (caught.value.exit_code, caught.value.hint) == (4, "free some space")
+    with Sessions(path) as sessions:
+        stored = sessions.get(1)
+        assert [turn.question for turn in stored.turns] == ["first"]
 
 
 def test_reading_creates_no_file(path: Path) -> None:

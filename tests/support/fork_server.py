@@ -158,6 +158,7 @@ class ForkServer:
 
     Attributes:
         command: Starts the program in a shell.
+        pid: Process id of the server, whose limits programs inherit.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -171,6 +172,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
+        self.pid = self._process.pid
         if self._process.stdout.readline() != b"ready\n":
             raise RuntimeError("the fork server did not start")
 
