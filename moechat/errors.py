@@ -181,11 +181,13 @@ class StorageError(MoechatError):
 class SessionsUnavailableError(MoechatError):
     """The conversation database is locked, damaged, of a newer version, or cannot be read or written."""
 
-    exit_code = 6
+    exit_code = 9
 
 
 class SessionsBusyError(SessionsUnavailableError):
     """Another program has locked the conversation database."""
+
+    exit_code = 8
 
 
 class SessionsFullError(SessionsUnavailableError):

@@ -96,7 +96,7 @@ def test_the_error_for_a_damaged_database_names_its_path(own: Cli) -> None:
     path = own.home / "state" / "sessions.db"
     path.write_bytes(b"no database " * 1000)
     result = own.call("sessions")
-    assert result.status == 6
+    assert result.status == 9
     assert "sessions.db: file is not a database" in result.err
     assert "hint: move that file away" in result.err
 
@@ -115,7 +115,7 @@ def test_the_error_for_an_unreadable_row_names_the_database(own: Cli, change: st
         other.commit()
     for arguments in (["show", "1"], ["export", "1", "--format", "json"], ["search", "rain", "+"]):
         result = own.call("sessions", *arguments)
-        assert result.status == 6
+        assert result.status == 9
         assert "sessions.db: the database is damaged (" in result.err
         assert "move that file away" in result.err
 
@@ -125,7 +125,7 @@ def test_an_unreadable_conversation_can_be_deleted(own: Cli) -> None:
         other.execute("UPDATE conversations SET title = x'ff' WHERE id = 1")
         other.commit()
     result = own.call("sessions")
-    assert result.status == 6
+    assert result.status == 9
     assert "conversation 1 has bytes" in result.err
     assert "`moechat sessions rm 1`" in result.err
     assert own.call("sessions", "rm", "1").status == 0
@@ -139,7 +139,7 @@ def test_a_directory_in_place_of_the_database_is_an_error_and_stays_unchanged(
     path = cli.home / "state" / "sessions.db"
     path.mkdir(parents=True, mode=0o755)
     result = cli.call("sessions")
-    assert result.status == 6
+    assert result.status == 9
     assert "sessions.db is a directory" in result.err
     assert "hint: move it away" in result.err
     assert path.stat().st_mode & 0o777 == 0o755
