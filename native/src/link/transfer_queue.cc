@@ -19,7 +19,7 @@ void TransferQueue::open(std::uint32_t slots) {
 void TransferQueue::push(const Transfer& transfer, double now) {
   Node& node = nodes_[transfer.slot];
   node.transfer = transfer;
-  node.alone = false;
+  node.alone = node.again = false;
   node.queued = now;
   append(transfer.slot);
 }

@@ -37,6 +37,7 @@ class TransferQueue {
     std::uint32_t previous = kNone;
     State state = State::kIdle;
     bool alone = false;  // was part of a merged read that failed: try it by itself
+    bool again = false;  // its record did not have its checksum when it was read for the first time
     double queued = 0;   // when it was submitted
   };
 
@@ -114,6 +115,11 @@ class TransferQueue {
   // Everything queued finishes with `error`.
   void fail_queued(int error);
   void operation_begun() { ++stats_.operations; }
+  // Notes that a started transfer is made a second time. The caller puts it back.
+  void note_reread(std::uint32_t slot) {
+    nodes_[slot].again = true;
+    ++stats_.rereads;
+  }
 
   // Forgets what the bandwidth estimate has not absorbed yet: it moved in no time.
   void forget_window() { window_busy_ = 0, window_bytes_ = 0; }
