@@ -210,6 +210,8 @@ class Engine:
         near, accelerator = self.loaded.near, self.loaded.accelerator
         if self.loaded.upkeep is not None:
             self.loaded.upkeep.close()
+        if self.loaded.check is not None:
+            self.loaded.check.close()
         # No local name keeps the model: a GPU's memory is returned only when the weights are gone.
         self.passes.loaded = replace(self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
         self.loaded.store.release()
@@ -278,7 +280,9 @@ class Engine:
     def notices(self) -> list[str]:
         """Sentences for the user since the last call, such as files that could not be used or written."""
         notes, self.passes.notes = self.passes.notes, []
-        upkeep = self.loaded.upkeep
+        upkeep, check = self.loaded.upkeep, self.loaded.check
+        if check is not None:
+            notes += check.take_notes()
         return notes if upkeep is None else notes + upkeep.take_notes()
 
     # ---- between answers
@@ -288,7 +292,8 @@ class Engine:
 
         Writes routing statistics to the user's directory, and after every ``replan_tokens`` decoded tokens
         makes a new plan for the experts, as :meth:`replan` does. Takes milliseconds, mostly none. A thread
-        goes on to load the experts that were used most into free pages, until the next pass.
+        goes on to load the experts that were used most into free pages, until the next pass; another one
+        verifies files of the store that are due, see :mod:`moechat.store.background_check`.
 
         Returns:
             The new plan, if one was made.
@@ -296,6 +301,8 @@ class Engine:
         Raises:
             MoechatError: Another thread closes the engine at the same time.
         """
+        if self.loaded.model is not None and self.loaded.check is not None:
+            self.loaded.check.idle()
         return self._plans.maintain(lambda upkeep: upkeep.idle())
 
     def replan(self) -> Replanned | None:

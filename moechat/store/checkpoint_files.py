@@ -18,7 +18,7 @@ from moechat.store.config_limits import (
     parse_limited,
     require_sane_config,
 )
-from moechat.store.mapped_file import access_hint
+from moechat.store.file_problems import access_hint
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source_files import require_inside
 from moechat.store.tensors import TensorFile, TensorSet
