@@ -151,17 +151,20 @@ class FileCheck:
         """uint32 ``[experts * blocks]``, after the file was read."""
         return None if self._sums is None else self._sums.values
 
-    def run(self, advance: Callable[[int], None] | None = None) -> Damage | None:
+    def run(self, advance: Callable[[int], None] | None = None, *, fresh: bool = False) -> Damage | None:
         """Read the file; what is wrong with it, or ``None``.
 
         Args:
             advance: Called with the bytes of each piece.
+            fresh: Read from the disk: pages of the file that nobody has mapped are dropped first.
 
         Raises:
             DoesNotFitError: The process lacks memory or descriptors.
         """
         sums = self._sums
         try:
+            if fresh:
+                _drop_cached(self._path)
             digest = hash_file(self._path, advance, None if sums is None else sums.update)
         except OSError as problem:
             return self._unreadable(problem)
@@ -214,6 +217,14 @@ class FileCheck:
             differ = np.flatnonzero(known != found) // records.blocks
             experts = tuple(int(expert) for expert in np.unique(differ))
         return Damage(self._path, reason, records.layer, experts)
+
+
+def _drop_cached(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _read_quietly(descriptor: int, buffer: NDArray[np.uint8], place: int) -> int:

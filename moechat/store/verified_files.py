@@ -8,6 +8,7 @@ import shlex
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -134,13 +135,18 @@ class VerifiedFiles:
         return sums
 
     def check_files(
-        self, progress: VerifyCallback | None = None, state_dir: Path | None = None
+        self,
+        progress: VerifyCallback | None = None,
+        state_dir: Path | None = None,
+        *,
+        fresh: bool = False,
     ) -> Iterator[tuple[str, Damage | None, NDArray[np.uint32] | None]]:
         """Compare every file with the manifest, one after the other.
 
         Args:
             progress: As for :meth:`verify`.
             state_dir: With the record of an earlier verification, by which damaged experts are named.
+            fresh: Read from the disk what the page cache may hold.
 
         Yields:
             Name, what is wrong with the file, and the checksums of its records.
@@ -156,7 +162,49 @@ class VerifiedFiles:
                     progress(done, total, name)
 
             check = self.file_check(name, earlier)
-            yield name, check.run(advance), check.checksums
+            yield name, check.run(advance, fresh=fresh), check.checksums
+
+    def examine(self, state_dir: Path, progress: VerifyCallback | None = None) -> list[Damage]:
+        """Read every file from the disk, as far as no program has it mapped, and record what is right.
+
+        Unlike :class:`moechat.store.store.Store`, missing files and files of another size are damage like any
+        other, and all damage is found.
+
+        Args:
+            state_dir: As for :meth:`ensure_verified`.
+            progress: As for :meth:`verify`.
+
+        Raises:
+            DoesNotFitError: The process lacks memory or descriptors.
+        """
+        before = self._found_statuses()
+        found: list[Damage] = []
+        sums: dict[str, NDArray[np.uint32]] = {}
+        for name, damage, checksums in self.check_files(progress, state_dir, fresh=True):
+            if damage is not None:
+                found.append(damage)
+            elif checksums is not None:
+                sums[name] = checksums
+        try:
+            self._require_no_other_entry()
+        except StoreDamagedError as error:
+            path, _, reason = str(error).partition(" does ")
+            found.append(Damage(Path(path), f"does {reason}"))
+        if not found and self._found_statuses() == before:
+            self._write_record(
+                state_dir,
+                {name: self._verified(name, status, sums.get(name)) for name, status in before.items()},
+            )
+        for damage in found:
+            self.forget_file(str(damage.path.relative_to(self.path)), state_dir)
+        return found
+
+    def _found_statuses(self) -> dict[str, Status]:
+        found: dict[str, Status] = {}
+        for name in (MANIFEST_NAME, *self.manifest.files):
+            with suppress(OSError):
+                found[name] = status_of((self.path / name).stat())
+        return found
 
     def file_check(self, name: str, earlier: VerificationRecord | None = None) -> FileCheck:
         """The check of one file, prepared.
