@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from moechat.config import Paths
-from moechat.errors import MoechatError, ModelNotFoundError
+from moechat.errors import ModelNotFoundError, MoechatError
 from moechat.fetch.download import Notice, prepare_download
 from moechat.fetch.download_plan import DownloadPlan
 from moechat.fetch.repository import fetch_repository
@@ -31,8 +31,8 @@ def repair(
 ) -> Store | None:
     """Make damaged files again and put them in their place, all at once.
 
-    The sources in their order: the given one; a checkpoint that ``--keep-source`` kept; the hub, at the commit
-    that the store was made from, where shards in the cache of huggingface_hub are read in place.
+    The sources in their order: the given one; a checkpoint that ``--keep-source`` kept; the hub, at the
+    commit that the store was made from, where shards in the cache of huggingface_hub are read in place.
 
     Args:
         store: The store's directory; its manifest is whole.

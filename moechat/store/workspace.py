@@ -105,7 +105,8 @@ class Workspace:
     def adopt(self, store: Path, files: Mapping[str, FileRecord]) -> None:
         """Take files of a finished store over, as if this conversion had made them.
 
-        :meth:`recheck` reads and compares them. They are linked where the file system can, and nothing is written to them.
+        :meth:`recheck` reads and compares them. They are linked where the file system can, and nothing is
+        written to them.
 
         Args:
             store: The store; it stays as it is.

@@ -84,11 +84,13 @@ moechat show Qwen/Qwen3-30B-A3B --bits 4 --json
 _VERIFY_HELP = """\
 Read converted models again from the disk, and find what is damaged.
 
-Media can change bytes without a trace. Every file is compared with the hash that was written when the model \
-was converted; of damaged experts layer and number are named. Without MODEL all models of the library are \
-read. The exit status is 6 if something is damaged. --repair makes the damaged files again: from --from, from \
-MODEL if it is the path of the checkpoint, from a checkpoint kept by --keep-source, else from the hub after a \
-question. An interrupted repair leaves the model as it was.
+Media can change bytes without a trace. Every file is compared with the hash that was written when the \
+model was converted; of damaged experts layer and number are named. Without MODEL all models of the library \
+are read. The exit status is 6 if something is damaged.
+
+--repair makes the damaged files again: from --from, from MODEL if it is the path of the checkpoint, from a \
+checkpoint kept by --keep-source, else from the hub after a question. An interrupted repair leaves the model \
+as it was.
 
 --json: a list of objects with name, path, status (right, damaged, repaired), bytes, seconds, bytes_per_s, \
 damage (file, reason, layer, experts).

@@ -12,7 +12,7 @@ from moechat.cli.commands.library_list import title_of, write_json
 from moechat.cli.terminal.consoles import can_ask, confirm, print_notice, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import Paths, user_paths
-from moechat.errors import MoechatError, ModelNotFoundError, StoreDamagedError, UsageError
+from moechat.errors import ModelNotFoundError, MoechatError, StoreDamagedError, UsageError
 from moechat.hub.library import LibraryEntry, find_stores, list_stores, read_entry
 from moechat.hub.model_ref import DEMO
 from moechat.hub.names import resolve
@@ -218,8 +218,8 @@ def _show(result: _Result, command: VerifyCommand) -> None:
     if result.status != "damaged":
         words = "right" if result.status == "right" else "repaired and right"
         speed = "" if result.speed is None else f", {format_bytes(result.speed)}/s"
-        text = f"{result.title}: {words} ({format_bytes(result.nbytes)} in {format_seconds(result.seconds)}{speed})"
-        write_output(sys.stdout, one_line(text) + "\n")
+        size = f"{format_bytes(result.nbytes)} in {format_seconds(result.seconds)}{speed}"
+        write_output(sys.stdout, one_line(f"{result.title}: {words} ({size})") + "\n")
         return
     write_output(sys.stdout, one_line(f"{result.title}: damaged") + "\n")
     for line in result.lines:
