@@ -83,6 +83,9 @@ void pass_on(int signal, siginfo_t* info, void* context) {
 }
 
 void on_bus_error(int signal, siginfo_t* info, void* context) {
+  // A handler that was put before ours later, such as Python's faulthandler, has put ours back and raised the
+  // signal: the instruction is tried again, and comes here with its address.
+  if (info->si_code == SI_TKILL && info->si_pid == getpid()) return;
   const int error = errno;
   const bool ours = info->si_code == BUS_ADRERR && take_over(reinterpret_cast<std::uintptr_t>(info->si_addr));
   errno = error;
