@@ -46,6 +46,7 @@ from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.steps import MOST_LOGPROBS, Step
+from moechat.store.file_problems import failures_explained
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_known, require_model, require_whole
 
@@ -97,7 +98,8 @@ def load(
             see :class:`moechat.LoadOptions`. :func:`moechat.plan` takes the same.
 
     Raises:
-        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
+        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works. Or the system refuses
+            memory, threads or open files.
         MoechatError: See :mod:`moechat.errors`; the subclass tells the cause.
     """
     active_isa()  # raises for a wrong MOECHAT_ISA before anything is read
@@ -117,13 +119,14 @@ def load(
     if parsed.gpu is not None and offload.accelerator is None:
         require_gpu(parsed.gpu)  # before a conversion that may take long
     store = open_store(ref, parsed.bits, report)
-    engine = Engine(
-        load_model(store, parsed, offload=offload, report=report),
-        name=ref.name,
-        system="custom" if offload.cache else parsed.system,
-        started=started,
-        link=offload.link,
-    )
+    with failures_explained(store.path):
+        engine = Engine(
+            load_model(store, parsed, offload=offload, report=report),
+            name=ref.name,
+            system="custom" if offload.cache else parsed.system,
+            started=started,
+            link=offload.link,
+        )
     try:
         require_in_place(store)
     except StoreDamagedError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from moechat import _native
 from moechat.errors import StoreDamagedError
 from moechat.offload.settings import LinkSettings
-from moechat.store.file_problems import file_problem
+from moechat.store.file_problems import file_problem, lacks_resources
 from moechat.store.store import Store
 
 
@@ -41,5 +41,7 @@ def open_link(store: Store, settings: LinkSettings) -> _native.Link:
             record_bytes=store.geometry.record_bytes,
         )
     except OSError as problem:
-        path = store.path if problem.filename is None else Path(problem.filename)
+        if problem.filename == "io_uring" and not lacks_resources(problem):
+            raise  # that was asked for, and is not to be had here
+        path = store.path if problem.filename in (None, "io_uring") else Path(problem.filename)
         raise file_problem(path, problem, StoreDamagedError, "opened") from problem

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from moechat.errors import DoesNotFitError, MoechatError
+from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError
 
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+_MEMORY_HINT = "allow more memory and address space (ulimit -v unlimited), or close other programs"
 _DISK_FAILED = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ENXIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -32,10 +35,40 @@ def lacks_resources(problem: OSError) -> bool:
     return problem.errno in (*_TOO_MANY_FILES, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)
 
 
+@contextmanager
+def failures_explained(store: Path) -> Iterator[None]:
+    """Turn what libraries raise in the block, when the system refuses something, into moechat's errors.
+
+    Args:
+        store: The store that is loaded, for failures without the name of a file.
+
+    Raises:
+        DoesNotFitError: Memory, a thread or an open file was refused.
+        StoreDamagedError: The disk fails.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if not lacks_resources(problem) and problem.errno not in _DISK_FAILED:
+            raise
+        named = isinstance(problem.filename, str)
+        path = Path(problem.filename) if named else store
+        raise file_problem(path, problem, StoreDamagedError, "read") from problem
+    except MemoryError as problem:
+        raise DoesNotFitError(f"the memory ran out while {store} was loaded", hint=_MEMORY_HINT) from problem
+    except RuntimeError as problem:
+        if str(problem) != "can't start new thread":
+            raise
+        raise DoesNotFitError(
+            f"the system refused a thread while {store} was loaded",
+            hint="allow more memory and processes (ulimit -v, ulimit -u), or close other programs",
+        ) from problem
+
+
 def _resource_hint(problem: OSError) -> str:
     if problem.errno in _TOO_MANY_FILES:
         return "allow more open files (ulimit -n 4096), or close other programs"
-    return "allow more memory and address space (ulimit -v unlimited), or close other programs"
+    return _MEMORY_HINT
 
 
 def access_hint(problem: OSError) -> str | None:

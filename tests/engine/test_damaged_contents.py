@@ -230,8 +230,9 @@ with moechat.load(sys.argv[1], dense_bits=int(sys.argv[3])) as engine:
 """
 
 
-@pytest.mark.parametrize("use", ["used before", "not used"])
-@pytest.mark.parametrize(("files", "bits"), [("experts-*", 8), ("dense-*", 16)])
+@pytest.mark.parametrize(
+    ("files", "bits", "use"), [("experts-*", 8, "used before"), ("dense-*", 16, "not used")]
+)
 def test_a_mapped_file_that_others_cut_short_is_an_error_and_the_process_goes_on(
     model: Path, files: str, bits: int, use: str
 ) -> None:
