@@ -190,7 +190,9 @@ def read_ahead(data: _U8) -> None:
     """
 
 def crc32c_ways() -> list[str]:
-    """Ways to compute CRC-32C that this processor has, the best one last: ``portable``, ``sse4.2``."""
+    """Ways to compute CRC-32C that this processor has, the best one last: ``portable``, ``sse4.2``,
+    ``avx512``.
+    """
 
 def crc32c(data: _U8, before: int = 0, way: str = "") -> int:
     """CRC-32C (Castagnoli) of bytes.

@@ -205,7 +205,12 @@ void FileEngine::finish_read(const Operation& operation, std::size_t count) {
   const RecordChecksums& checksums = regions_[static_cast<std::size_t>(number)].checksums;
   if (count > 0 && checksums.checked()) {
     Transfer transfers[kMostVectors];
-    for (std::size_t i = 0; i < count; ++i) transfers[i] = queue_[operation.slots[i]].transfer;
+    for (std::size_t i = 0; i < count; ++i) {
+      transfers[i] = queue_[operation.slots[i]].transfer;
+      queue_.landed(operation.slots[i]);
+    }
+    // The next reads go on meanwhile.
+    if (!halted()) start();
     const Unlocked released(&mutex_);
     for (std::size_t i = 0; i < count; ++i) {
       const Transfer& transfer = transfers[i];

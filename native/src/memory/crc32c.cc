@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#include <nmmintrin.h>
+#include <immintrin.h>
 #define MOECHAT_CRC_SSE42 1
 #else
 #define MOECHAT_CRC_SSE42 0
@@ -140,19 +140,73 @@ __attribute__((target("sse4.2"))) std::uint32_t sse42(const unsigned char* data,
   return crc;
 }
 
+// ---- carry-less products
+//
+// Folding (Gopal and others, Fast CRC computation using PCLMULQDQ, 2009): 16 bytes of the remainder so far
+// move over 256 bytes of the message by two products with powers of x modulo the polynomial. What is left
+// after the last 256 bytes has the checksum of the message.
+
+constexpr std::size_t kFold = 256;
+
+// x^power modulo the polynomial, as a factor of products of reversed bits.
+std::int64_t factor(std::size_t power) {
+  std::uint32_t value = 0x80000000u;
+  for (; power > 0; --power) value = (value >> 1) ^ ((value & 1u) != 0 ? kPolynomial : 0u);
+  return static_cast<std::int64_t>(std::uint64_t{value} << 1);
+}
+
+__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i value, __m512i factors,
+                                                                  const unsigned char* data) {
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(value, factors, 0x00),
+                                   _mm512_clmulepi64_epi128(value, factors, 0x11), _mm512_loadu_si512(data),
+                                   0x96);  // exclusive or of all three
+}
+
+__attribute__((target("avx512f,vpclmulqdq"))) std::uint32_t avx512(const unsigned char* data,
+                                                                   std::size_t bytes, std::uint32_t crc) {
+  if (bytes < 2 * kFold) return sse42(data, bytes, crc);
+  static const std::int64_t low = factor(8 * kFold + 32), high = factor(8 * kFold - 32);
+  const __m512i factors = _mm512_set_epi64(high, low, high, low, high, low, high, low);
+  __m512i first =
+      _mm512_xor_si512(_mm512_loadu_si512(data), _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, std::int64_t{crc}));
+  __m512i second = _mm512_loadu_si512(data + 64);
+  __m512i third = _mm512_loadu_si512(data + 128);
+  __m512i fourth = _mm512_loadu_si512(data + 192);
+  for (data += kFold, bytes -= kFold; bytes >= kFold; data += kFold, bytes -= kFold) {
+    first = fold(first, factors, data);
+    second = fold(second, factors, data + 64);
+    third = fold(third, factors, data + 128);
+    fourth = fold(fourth, factors, data + 192);
+  }
+  alignas(64) unsigned char left[kFold];
+  _mm512_store_si512(left, first);
+  _mm512_store_si512(left + 64, second);
+  _mm512_store_si512(left + 128, third);
+  _mm512_store_si512(left + 192, fourth);
+  return sse42(data, bytes, sse42(left, kFold, 0));
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
+}
+
 bool has_sse42() { return __builtin_cpu_supports("sse4.2") != 0; }
 
 #endif  // MOECHAT_CRC_SSE42
 
 }  // namespace
 
-const char* crc_way_name(CrcWay way) { return way == CrcWay::kSse42 ? "sse4.2" : "portable"; }
+const char* crc_way_name(CrcWay way) {
+  if (way == CrcWay::kAvx512) return "avx512";
+  return way == CrcWay::kSse42 ? "sse4.2" : "portable";
+}
 
 const std::vector<CrcWay>& crc_ways() {
   static const std::vector<CrcWay> ways = [] {
     std::vector<CrcWay> found{CrcWay::kPortable};
 #if MOECHAT_CRC_SSE42
     if (has_sse42()) found.push_back(CrcWay::kSse42);
+    if (has_sse42() && has_avx512()) found.push_back(CrcWay::kAvx512);
 #endif
     return found;
   }();
@@ -161,6 +215,7 @@ const std::vector<CrcWay>& crc_ways() {
 
 std::uint32_t crc32c_by(CrcWay way, const unsigned char* data, std::size_t bytes, std::uint32_t before) {
 #if MOECHAT_CRC_SSE42
+  if (way == CrcWay::kAvx512) return ~avx512(data, bytes, ~before);
   if (way == CrcWay::kSse42) return ~sse42(data, bytes, ~before);
 #endif
   static_cast<void>(way);
