@@ -11,7 +11,7 @@ import torch
 
 from moechat import _native
 from moechat.engine.stats import Meter
-from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, StoreDamagedError
+from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, StoreReadError
 from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut
@@ -77,8 +77,8 @@ class PassRunner:
         Raises:
             DoesNotFitError: The graphics memory is too small even with fewer experts.
             DeviceLostError: The GPU has failed.
-            StoreDamagedError: Experts or other weights cannot be read: a file has changed, is damaged, or its
-                disk fails.
+            StoreDamagedError: A file of the store has changed or is damaged, or mapped bytes are lost.
+            StoreReadError: Experts cannot be read for now.
             MoechatError: The engine is closed, or this process is a forked one.
         """
         return self._with_retry(
@@ -267,7 +267,7 @@ class PassRunner:
             if isinstance(error, _native.DamagedRecordError):
                 layer = store.layers[error.layer].layer
                 raise store.damaged_record(layer, error.expert, error.block) from error
-            raise StoreDamagedError(
+            raise StoreReadError(
                 f"experts of {self._name} cannot be read: {error}",
                 hint="the model is still loaded: try again; if it fails again, check the disk",
             ) from error
