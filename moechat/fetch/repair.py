@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from moechat.config import Paths
@@ -35,7 +36,7 @@ def repair(
     commit that the store was made from, where shards in the cache of huggingface_hub are read in place.
 
     Args:
-        store: The store's directory; its manifest is whole.
+        store: The store's directory, without links; its manifest is whole.
         damaged: Names of the files.
         source: A checkpoint: a directory or a GGUF file.
         paths: The user's directories.
@@ -69,11 +70,12 @@ def repair(
     with prepare_download(
         ref, remote, manifest.geometry.wanted, paths, keep_source=False, notice=notice
     ) as download:
-        if download.plan.destination.resolve() != store.resolve():
+        if download.plan.destination.resolve() != store:
             raise ModelNotFoundError(
                 f"{store} is not the place of {ref.name} in the library",
                 hint="name its checkpoint: moechat verify MODEL --repair --from PATH",
             )
         if not agree(download.plan):
             return None
+        download.plan = replace(download.plan, destination=store)
         return download.run(report, notice, repair=damaged)

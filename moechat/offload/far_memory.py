@@ -176,7 +176,11 @@ def _require_right(store: Store, layer: int, records: Bytes, experts: npt.NDArra
     if known is None or len(experts) == 0:
         return
     geometry = store.geometry
-    found = _native.record_checksums(records, geometry.record_bytes)
+    size = geometry.record_bytes
+    step = -(-records.nbytes // size // _READERS) * size
+    parts = [records[first : first + step] for first in range(0, records.nbytes, max(step, size))]
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = np.concatenate(list(readers.map(lambda part: _native.record_checksums(part, size), parts)))
     wanted = known.reshape(-1, geometry.blocks_per_expert)[experts].reshape(-1)
     wrong = np.flatnonzero(found != wanted)
     if len(wrong):

@@ -165,6 +165,21 @@ def test_an_interrupted_repair_leaves_the_store_as_it_was_and_the_next_one_ends_
     assert not workspace_path(path).exists()
 
 
+def test_a_link_in_the_library_stays_one(inside: Cli, local: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint, path = local
+    before = tree(path)
+    elsewhere = tmp_path / "other disk" / "store"
+    elsewhere.parent.mkdir()
+    os.rename(path, elsewhere)
+    path.symlink_to(elsewhere)
+    assert inside.call("verify").status == 0
+    damage(inside, path)
+    assert inside.call("verify", str(checkpoint), "--repair").status == 0
+    assert path.is_symlink()
+    assert tree(elsewhere) == before
+    assert sorted(elsewhere.parent.iterdir()) == [elsewhere]
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_model_of_the_hub_is_repaired_from_its_kept_checkpoint_or_a_download(
     inside: Cli, hub: Hub, kept: bool

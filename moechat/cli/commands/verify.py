@@ -184,8 +184,9 @@ def _repair(
 
     source = command.source or _checkpoint_of(command.model)
     notice = (lambda _text: None) if command.quiet else progress.notice
+    # A link in the library stays one: what it points to is repaired.
     done = repair(
-        entry.path, damaged, source=source, paths=paths, agree=agree, report=progress, notice=notice
+        entry.path.resolve(), damaged, source=source, paths=paths, agree=agree, report=progress, notice=notice
     )
     if done is None:
         print_notice("nothing was downloaded; the store is as it was")
