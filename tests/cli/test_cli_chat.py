@@ -369,9 +369,11 @@ def test_a_chat_whose_mapped_model_is_cut_short_by_others_says_so_and_keeps_the_
 ) -> None:
     own = Cli(directory=cli.directory, home=tmp_path / "home")
     shutil.copytree(cli.home / "data" / "models", own.home / "data" / "models")
-    session = own.terminal("run", model, "--temperature", "0", "--max-tokens", "4")
+    session = own.terminal("run", model, "--temperature", "0", "--max-tokens", "80")
     session.expect("for help, Ctrl-D to leave")
+    session.expect("of 8,192 tokens")
     session.send("one\r")
+    session.expect(ANSWER_BEGUN)
     session.expect("of 8,192 tokens")
     [store] = (own.home / "data" / "models").glob("tiny-chat*")
     for path in store.glob("experts-*"):
