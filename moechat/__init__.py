@@ -23,6 +23,7 @@ from moechat.errors import (
     StorageError,
     StoreDamagedError,
     StoreFormatError,
+    StoreReadError,
     UnsupportedModelError,
     UsageError,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "StorageError",
     "StoreDamagedError",
     "StoreFormatError",
+    "StoreReadError",
     "TokenLogprob",
     "Tuning",
     "UnsupportedModelError",

@@ -189,6 +189,50 @@ def read_ahead(data: _U8) -> None:
         data: Contiguous uint8, any shape. No effect if it is not a mapped file.
     """
 
+def crc32c_ways() -> list[str]:
+    """Ways to compute CRC-32C that this processor has, the best one last: ``portable``, ``sse4.2``,
+    ``avx512``.
+    """
+
+def crc32c(data: _U8, before: int = 0, way: str = "") -> int:
+    """CRC-32C (Castagnoli) of bytes.
+
+    Args:
+        data: Contiguous uint8, any shape.
+        before: The value of the bytes before these.
+        way: One of :func:`crc32c_ways`; empty: the best one. All give the same.
+
+    Raises:
+        ValueError: The processor does not have that way.
+    """
+
+def record_checksums(data: _U8, record_bytes: int) -> npt.NDArray[np.uint32]:
+    """CRC-32C of each of the records that lie one behind the other.
+
+    Args:
+        data: Contiguous uint8, any shape.
+        record_bytes: Bytes of a record.
+
+    Returns:
+        uint32 ``[records]``.
+
+    Raises:
+        ValueError: These are not whole records.
+    """
+
+class MappedGuard:
+    """Keeps the process alive when a mapped file can no longer be read, see
+    ``native/src/memory/mapped_guard.h``: what is lost reads as zeros.
+    """
+
+    def __init__(self, memory: object) -> None:
+        """Guard the memory of a buffer, which must stay mapped as long as the guard exists."""
+    def lost(self) -> int:
+        """Offset of the first lost byte; -1: nothing is lost."""
+
+def mapping_losses() -> int:
+    """Losses in all guarded mappings since the process began."""
+
 def prewake() -> None:
     """Wake sleeping worker threads ahead of a computing call expected within some 100 microseconds.
 
@@ -713,6 +757,8 @@ def file_link(
     in_flight_bytes: int = 0,
     operation_bytes: int = 0,
     reader_threads: int = 0,
+    checksums: Sequence[npt.NDArray[np.uint32] | None] = (),
+    record_bytes: int = 0,
 ) -> Link:
     """A link that reads files.
 
@@ -723,6 +769,9 @@ def file_link(
         in_flight_bytes: Most bytes in flight; 0: a measured default.
         operation_bytes: Most bytes of one read, which may merge adjacent transfers; 0: a measured default.
         reader_threads: Number of threads of ``threads``; 0: default.
+        checksums: For each region :func:`record_checksums` of it, or None; empty: for none. Records that
+            differ after a second read fail with EBADMSG. Transfers of such regions are whole records.
+        record_bytes: Bytes of a record.
 
     Raises:
         OSError: A file cannot be opened (its name is in ``filename``), or ``uring`` is not available
@@ -782,6 +831,8 @@ def cuda_link(
     buffers: int = 0,
     threads: int = 0,
     copies: int = 1,
+    checksums: Sequence[npt.NDArray[np.uint32] | None] = (),
+    record_bytes: int = 0,
 ) -> Link:
     """A link into a GPU's memory; the rules are in ``native/src/link/cuda_link.h``.
 
@@ -796,6 +847,8 @@ def cuda_link(
         buffers: Number of pinned buffers, fewer if the system does not pin so many; 0: default.
         threads: Threads that fill the buffers; 0: default.
         copies: Times that every block is copied: a link so many times slower, for measurements.
+        checksums: As for :func:`file_link`; compared where a record is read from its file.
+        record_bytes: As for :func:`file_link`.
 
     Raises:
         CudaUnavailableError: There is no usable driver or no such GPU.
@@ -1177,6 +1230,19 @@ class SplitExpertCache:
 
 class LinkError(RuntimeError):
     """A demanded block could not be read, or no transfer finished within the stall limit."""
+
+class DamagedRecordError(LinkError):
+    """A demanded block does not have its checksum, read twice.
+
+    Attributes:
+        layer: Number among the expert layers.
+        expert: The expert.
+        block: The block of it.
+    """
+
+    layer: int
+    expert: int
+    block: int
 
 class DeviceLostError(RuntimeError):
     """The link into a GPU has failed: this process cannot use the GPU any more."""

@@ -162,6 +162,12 @@ class StoreDamagedError(MoechatError):
     exit_code = 6
 
 
+class StoreReadError(MoechatError):
+    """Experts could not be read from the disk, which may pass; the model stays loaded."""
+
+    exit_code = 6
+
+
 class StoreFormatError(StoreDamagedError):
     """A store has an older format, which is no longer read; where its source is known it is made again."""
 

@@ -46,6 +46,7 @@ from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.steps import MOST_LOGPROBS, Step
+from moechat.store.file_problems import failures_explained
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_known, require_model, require_whole
 
@@ -97,7 +98,8 @@ def load(
             see :class:`moechat.LoadOptions`. :func:`moechat.plan` takes the same.
 
     Raises:
-        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
+        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works. Or the system refuses
+            memory, threads or open files.
         MoechatError: See :mod:`moechat.errors`; the subclass tells the cause.
     """
     active_isa()  # raises for a wrong MOECHAT_ISA before anything is read
@@ -117,13 +119,14 @@ def load(
     if parsed.gpu is not None and offload.accelerator is None:
         require_gpu(parsed.gpu)  # before a conversion that may take long
     store = open_store(ref, parsed.bits, report)
-    engine = Engine(
-        load_model(store, parsed, offload=offload, report=report),
-        name=ref.name,
-        system="custom" if offload.cache else parsed.system,
-        started=started,
-        link=offload.link,
-    )
+    with failures_explained(store.path):
+        engine = Engine(
+            load_model(store, parsed, offload=offload, report=report),
+            name=ref.name,
+            system="custom" if offload.cache else parsed.system,
+            started=started,
+            link=offload.link,
+        )
     try:
         require_in_place(store)
     except StoreDamagedError:
@@ -210,6 +213,8 @@ class Engine:
         near, accelerator = self.loaded.near, self.loaded.accelerator
         if self.loaded.upkeep is not None:
             self.loaded.upkeep.close()
+        if self.loaded.check is not None:
+            self.loaded.check.close()
         # No local name keeps the model: a GPU's memory is returned only when the weights are gone.
         self.passes.loaded = replace(self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
         self.loaded.store.release()
@@ -278,7 +283,9 @@ class Engine:
     def notices(self) -> list[str]:
         """Sentences for the user since the last call, such as files that could not be used or written."""
         notes, self.passes.notes = self.passes.notes, []
-        upkeep = self.loaded.upkeep
+        upkeep, check = self.loaded.upkeep, self.loaded.check
+        if check is not None:
+            notes += check.take_notes()
         return notes if upkeep is None else notes + upkeep.take_notes()
 
     # ---- between answers
@@ -288,7 +295,8 @@ class Engine:
 
         Writes routing statistics to the user's directory, and after every ``replan_tokens`` decoded tokens
         makes a new plan for the experts, as :meth:`replan` does. Takes milliseconds, mostly none. A thread
-        goes on to load the experts that were used most into free pages, until the next pass.
+        goes on to load the experts that were used most into free pages, until the next pass; another one
+        verifies files of the store that are due, see :mod:`moechat.store.background_check`.
 
         Returns:
             The new plan, if one was made.
@@ -296,6 +304,8 @@ class Engine:
         Raises:
             MoechatError: Another thread closes the engine at the same time.
         """
+        if self.loaded.model is not None and self.loaded.check is not None:
+            self.loaded.check.idle()
         return self._plans.maintain(lambda upkeep: upkeep.idle())
 
     def replan(self) -> Replanned | None:

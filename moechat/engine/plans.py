@@ -128,6 +128,8 @@ class PlanKeeper:
         self._meter.close()
         if upkeep is not None:
             upkeep.close()
+        if self._passes.loaded.check is not None:
+            self._passes.loaded.check.mapped = True
         self._passes.loaded = replace(self._passes.loaded, near=None, upkeep=None)
         self._decoder.stats = replace(self._decoder.stats, pages=0)
         if near is not None:

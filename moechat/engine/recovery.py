@@ -11,7 +11,7 @@ import torch
 
 from moechat import _native
 from moechat.engine.stats import Meter
-from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError
+from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, StoreReadError
 from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut
@@ -77,9 +77,9 @@ class PassRunner:
         Raises:
             DoesNotFitError: The graphics memory is too small even with fewer experts.
             DeviceLostError: The GPU has failed.
-            StoreDamagedError: Experts cannot be read because a file of the store has changed.
-            MoechatError: Experts cannot be read for another reason, the engine is closed, or this process is
-                a forked one.
+            StoreDamagedError: A file of the store has changed or is damaged, or mapped bytes are lost.
+            StoreReadError: Experts cannot be read for now.
+            MoechatError: The engine is closed, or this process is a forked one.
         """
         return self._with_retry(
             lambda loaded: self._pass(loaded, ids, arguments), arguments.get("past_key_values"), ids.shape[1]
@@ -209,13 +209,19 @@ class PassRunner:
         gpu = loaded.accelerator
         if loaded.upkeep is not None:
             loaded.upkeep.busy()
+        if loaded.check is not None:
+            loaded.check.busy()
+            loaded.check.require_no_damage()
         try:
             with (
                 self.translate_native_errors(),
                 nullcontext() if gpu is None else gpu.active(),
                 torch.inference_mode(),
             ):
-                return compute(loaded)
+                result = compute(loaded)
+            # Zeros in the place of bytes that are gone may be in the result.
+            loaded.store.require_readable()
+            return result
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:
@@ -256,8 +262,12 @@ class PassRunner:
                 ) from error
             if not isinstance(error, _native.LinkError):
                 raise
-            Store.open(self.loaded.store.path)  # raises if a file is missing or has another size
-            raise MoechatError(
+            store = self.loaded.store
+            Store.open(store.path)  # raises if a file is missing or has another size
+            if isinstance(error, _native.DamagedRecordError):
+                layer = store.layers[error.layer].layer
+                raise store.damaged_record(layer, error.expert, error.block) from error
+            raise StoreReadError(
                 f"experts of {self._name} cannot be read: {error}",
                 hint="the model is still loaded: try again; if it fails again, check the disk",
             ) from error

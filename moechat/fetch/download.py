@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,8 @@ from moechat.store.convert import ConvertProgress, convert
 from moechat.store.files import called, explained
 from moechat.store.kept import choose_bits
 from moechat.store.lock import exclusive_lock
+from moechat.store.manifest import MANIFEST_NAME, Manifest
+from moechat.store.quantizer import CALIBRATED, quantizer_of
 from moechat.store.revision import record_revision
 from moechat.store.shard_supply import ShardSupply
 from moechat.store.store import Store
@@ -75,7 +77,7 @@ class Download:
         self._state = paths.state
         self._needed = needed
 
-    def run(self, report: Report, notice: Notice) -> Store:
+    def run(self, report: Report, notice: Notice, *, repair: Collection[str] | None = None) -> Store:
         """Fetch and convert, resuming an interrupted run. Call once.
 
         Files are fetched in a background thread, which has ended when this returns or raises (see
@@ -86,6 +88,8 @@ class Download:
             report: Receives progress: stage ``download``, or ``wait`` while another process downloads the
                 model.
             notice: Receives messages about lost connections.
+            repair: Make only these files of the finished store again, see
+                :func:`moechat.store.convert.convert`.
 
         Raises:
             MoechatError: See :mod:`moechat.errors`; another run resumes.
@@ -102,7 +106,7 @@ class Download:
                 (source / WEIGHTS_ID_FILE).write_text(weights_id(self._selection), "ascii")
                 record_variant(source, self._ref.variant)
                 with BackgroundCall(self._transfer.stop.stop) as background:
-                    store = self._fetch_and_convert(background, report, notice)
+                    store = self._fetch_and_convert(background, report, notice, repair)
                 if self._keep:
                     (source / KEEP_MARK).touch()
                     shutil.rmtree(source / SAVED_DENSE, ignore_errors=True)
@@ -124,7 +128,13 @@ class Download:
             with explained("keeping shards", self._source):
                 (self._source / KEEP_MARK).touch()
 
-    def _fetch_and_convert(self, background: BackgroundCall, report: Report, notice: Notice) -> Store:
+    def _fetch_and_convert(
+        self,
+        background: BackgroundCall,
+        report: Report,
+        notice: Notice,
+        repair: Collection[str] | None,
+    ) -> Store:
         state = _State(self.plan.download_bytes, report)
         state.done = self._skipped_bytes()
         transfer = replace(
@@ -141,8 +151,13 @@ class Download:
         require_assets(checkpoint.path)
         shards = _HubShards(self._source, self._selection.shards, transfer)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
-        calibration = None
-        if self.plan.calibrated:
+        calibration, quantizer = None, "auto"
+        if repair is not None:
+            made_by = Manifest.read(self.plan.destination / MANIFEST_NAME).quantisation.solver
+            quantizer = quantizer_of(made_by)
+            if made_by == CALIBRATED:
+                calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)
+        elif self.plan.calibrated:
             calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)
         elif self.plan.uncalibrated is not None:
             notice(f"experts are quantised without calibration: {self.plan.uncalibrated}")
@@ -174,9 +189,11 @@ class Download:
             bits=self.plan.bits,
             source_name=self._ref.name,
             revision=transfer.remote.commit,
+            quantizer=quantizer,
             progress=on_convert,
             supply=supply,
             calibration=calibration,
+            repair=repair,
         )
         if self._keep:
             # A resumed conversion does not fetch the shards of finished layers.

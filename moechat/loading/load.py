@@ -15,6 +15,7 @@ from moechat import _native
 from moechat.budget.knowledge import Knowledge, gather, saved_statistics
 from moechat.budget.memory_plan import plan_memory
 from moechat.budget.needs import memory_needs, model_shape, uses_graphs
+from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
 from moechat.loading.learned import requests_for
@@ -34,6 +35,7 @@ from moechat.offload.upkeep import Upkeep
 from moechat.options import LoadOptions
 from moechat.sizes.context_length import context_length, stated_context
 from moechat.sizes.model_outline import ModelOutline
+from moechat.store.background_check import BackgroundCheck
 from moechat.store.store import Store
 
 
@@ -175,6 +177,7 @@ def _load(
         accelerator=gpu,
         decoder=decoder,
         conversations=options.conversations,
+        check=BackgroundCheck(store, user_paths().state, mapped=tier is None),
     )
     if tier is None:
         loaded.map_experts()

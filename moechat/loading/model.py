@@ -21,6 +21,7 @@ from moechat.offload.tier import ExpertTier
 from moechat.offload.upkeep import Upkeep
 from moechat.sizes.cache_shape import CacheShape
 from moechat.sizes.model_outline import ModelOutline
+from moechat.store.background_check import BackgroundCheck
 from moechat.store.store import Store
 
 
@@ -76,6 +77,7 @@ class LoadedModel:
         accelerator: The GPU that it runs on; ``None``: the CPU.
         decoder: Calls the model with fewer launches on the GPU; ``None``: call the model.
         conversations: Attention caches that the plan has memory for.
+        check: Verifies files of the store again while the program waits; ``None``: nothing does.
     """
 
     store: Store
@@ -94,6 +96,7 @@ class LoadedModel:
     accelerator: Accelerator | None
     decoder: PassDecoder | None
     conversations: int = 1
+    check: BackgroundCheck | None = None
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 
 from moechat.calibration.calibration import calibration_of
 from moechat.config import user_paths
@@ -18,6 +20,7 @@ from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.kept import choose_bits, may_be_kept
 from moechat.store.manifest import MANIFEST_NAME, Manifest
+from moechat.store.quantizer import CALIBRATED, quantizer_of
 from moechat.store.store import Store
 from moechat.store.workspace import remove_stale_leftovers
 
@@ -51,6 +54,56 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
             return store
         store.release()
     raise _replaced(store)
+
+
+def repair_store(path: Path, damaged: Collection[str], source: Path, report: Report) -> Store:
+    """Make damaged files of a store again from the checkpoint that it was made from.
+
+    Args:
+        path: The store.
+        damaged: Names of the files.
+        source: The checkpoint: a directory, or a GGUF file.
+        report: Receives progress.
+
+    Raises:
+        UsageError: The store was made from something else.
+        MoechatError: See :mod:`moechat.errors`. The store is as it was.
+    """
+    if source.is_file():
+        with opened_gguf(source) as opened:
+            return _repaired(opened, path, damaged, report)
+    return _repaired(Checkpoint.open(source), path, damaged, report)
+
+
+def _repaired(checkpoint: Checkpoint, path: Path, damaged: Collection[str], report: Report) -> Store:
+    manifest = Manifest.read(path / MANIFEST_NAME)
+    plan = plan_checkpoint(checkpoint)
+    bits, made_by = manifest.geometry.wanted, manifest.quantisation.solver
+
+    def notice(text: str) -> None:
+        report(Progress("notice", 0, None, text))
+
+    return convert(
+        checkpoint,
+        plan,
+        path,
+        bits=bits,
+        source_name=manifest.source.name,
+        revision=manifest.source.revision,
+        quantizer=quantizer_of(made_by),
+        progress=_on_convert(report),
+        calibration=calibration_of(checkpoint, plan, bits, notice) if made_by == CALIBRATED else None,
+        remarks={key: text for key, text in manifest.created_by.items() if key == _NOT_KEPT},
+        repair=damaged,
+    )
+
+
+def _on_convert(report: Report) -> Callable[[ConvertProgress], None]:
+    def show(event: ConvertProgress) -> None:
+        stage = {"waiting": "wait", "notice": "notice"}.get(event.stage, "convert")
+        report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
+
+    return show
 
 
 def require_in_place(store: Store) -> None:
@@ -121,10 +174,6 @@ def _converted(checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report
     if lost:
         report(Progress("notice", 0, None, lost))
 
-    def on_convert(event: ConvertProgress) -> None:
-        stage = {"waiting": "wait", "notice": "notice"}.get(event.stage, "convert")
-        report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
-
     def notice(text: str) -> None:
         report(Progress("notice", 0, None, text))
 
@@ -134,7 +183,7 @@ def _converted(checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report
         destination,
         bits=bits,
         source_name=ref.name,
-        progress=on_convert,
+        progress=_on_convert(report),
         calibration=calibration_of(checkpoint, plan, bits, notice),
         remarks=None if plan.kept else {_NOT_KEPT: plan.not_kept or "it is not quantised"},
     )

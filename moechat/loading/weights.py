@@ -38,8 +38,10 @@ def load_weights(
     Raises:
         CheckpointError: A weight is missing or has another shape than the configuration says.
         DoesNotFitError: The packed weights do not fit.
+        StoreDamagedError: A file became shorter meanwhile, or its disk fails.
     """
     load_dense(skeleton, store.dense, form)
+    store.require_readable()
     if not form.quantised and not form.kept_linears:
         return
     records = store.manifest.files.items()
@@ -51,11 +53,16 @@ def load_weights(
         return
     used = sorted({bits for name in form.quantised for _, _, bits in form.parts_of(name)}, key=str)
     detail = f"dense weights in {' and '.join(map(str, used))} bits"
+
+    def packed(done: int, total: int) -> None:
+        store.require_readable()  # before the packed layers are written for later starts
+        report(Progress("load", done, total, detail))
+
     pack_layers(
         skeleton,
         store.dense,
         form,
         file,
-        lambda done, total: report(Progress("load", done, total, detail)),
+        packed,
         memory,
     )

@@ -7,6 +7,7 @@ costs one native call, for any number of experts.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class FirstUse:
         """
         self._records = records
         self._unused: set[int] = set()
-        if isinstance(records, np.memmap):
+        if isinstance(records, np.memmap) or isinstance(records.base, mmap.mmap):
             self._unused.update(range(len(records)))
             _native.prefer_huge_pages(records)
 

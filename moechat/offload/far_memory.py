@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.errors import MoechatError, MoechatWarning
+from moechat.errors import MoechatWarning, StoreDamagedError
 from moechat.offload.pinning import Bytes, Pinning, refusal_notice
+from moechat.store.file_problems import file_problem
 from moechat.store.store import ExpertExtent, Store
 
 # Takes bytes read and bytes in all.
@@ -48,7 +49,8 @@ class FarMemory:
         records: uint8 of each layer: the records of its held experts.
 
     Raises:
-        MoechatError: A file cannot be read.
+        StoreDamagedError: A file cannot be read, or a record does not have its checksum.
+        DoesNotFitError: There are not enough descriptors or memory.
         CudaError: The GPU is lost.
     """
 
@@ -65,6 +67,7 @@ class FarMemory:
         self._record_bytes = store.geometry.record_bytes
         self._expert_bytes = store.geometry.expert_bytes
         self._regions: list[Region] = []
+        self._checksums = [store.record_checksums(record.layer) for record in store.layers]
         self.held = list(held)
         self.records: list[Bytes] = []
         total, done = self._expert_bytes * sum(map(len, held)), 0
@@ -78,6 +81,7 @@ class FarMemory:
                 memory = _native.huge_empty(len(experts) * self._expert_bytes)
                 runs = list(_runs(experts))
                 _read(extent, memory, runs, self._expert_bytes)
+                _require_right(store, record.layer, memory, experts)
                 self._add_region(extent, memory, runs)
                 done += memory.nbytes
                 if progress is not None and total > 0:
@@ -114,6 +118,8 @@ class FarMemory:
             buffers=_BUFFERS,
             threads=_FILE_READERS if self._reads_files else 0,
             copies=copies,
+            checksums=self._checksums,
+            record_bytes=self._record_bytes,
         )
 
     @property
@@ -160,12 +166,35 @@ def _runs(experts: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
             yield int(run[0]), len(run)
 
 
+def _require_right(store: Store, layer: int, records: Bytes, experts: npt.NDArray[np.int32]) -> None:
+    """Compare the records of experts that were read with their checksums, where these are known.
+
+    Raises:
+        StoreDamagedError: Some differ.
+    """
+    known = store.record_checksums(layer)
+    if known is None or len(experts) == 0:
+        return
+    geometry = store.geometry
+    size = geometry.record_bytes
+    step = -(-records.nbytes // size // _READERS) * size
+    parts = [records[first : first + step] for first in range(0, records.nbytes, max(step, size))]
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = np.concatenate(list(readers.map(lambda part: _native.record_checksums(part, size), parts)))
+    wanted = known.reshape(-1, geometry.blocks_per_expert)[experts].reshape(-1)
+    wrong = np.flatnonzero(found != wanted)
+    if len(wrong):
+        expert = int(experts[wrong[0] // geometry.blocks_per_expert])
+        raise store.damaged_record(layer, expert, int(wrong[0]) % geometry.blocks_per_expert)
+
+
 def _read(extent: ExpertExtent, into: Bytes, runs: list[tuple[int, int]], expert_bytes: int) -> None:
     """Read runs of experts of a layer, one behind the other, in pieces, by several threads, without filling
     the page cache.
 
     Raises:
-        MoechatError: The file cannot be read, or has become shorter.
+        StoreDamagedError: The file cannot be read, or has become shorter.
+        DoesNotFitError: There are not enough descriptors or memory.
     """
     view = memoryview(into)  # type: ignore[arg-type]
     pieces: list[tuple[int, int, int]] = []  # begin and end in memory, place in the file
@@ -195,7 +224,4 @@ def _read(extent: ExpertExtent, into: Bytes, runs: list[tuple[int, int]], expert
         finally:
             os.close(file)
     except OSError as error:
-        raise MoechatError(
-            f"experts cannot be read from {extent.path}: {error.strerror}",
-            hint="check the disk that holds the store, then try again",
-        ) from error
+        raise file_problem(extent.path, error, StoreDamagedError, "read") from error

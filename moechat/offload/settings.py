@@ -19,6 +19,8 @@ class LinkSettings:
         kind: ``file`` reads the store; ``sim`` copies records from memory at a programmed speed.
         io: ``file``: ``uring``, ``threads``, or ``auto``, the better one that works.
         direct: ``file``: reads bypass the page cache where the file system allows it.
+        checks: Records that are read from files are compared with their checksums; ``False`` only to measure
+            what that costs.
         in_flight_bytes: Limit of the bytes in flight; 0 takes the link's default.
         stall_seconds: Seconds without an arrival after which a wait ends with an error.
         bandwidth: ``sim``: bytes a second; 0: as fast as memory.
@@ -33,6 +35,7 @@ class LinkSettings:
     kind: Literal["file", "sim"] = "file"
     io: LinkIo = "auto"
     direct: bool = True
+    checks: bool = True
     in_flight_bytes: int = 0
     stall_seconds: float = 30.0
     bandwidth: float = 0.0

@@ -18,7 +18,7 @@ from moechat.store.config_limits import (
     parse_limited,
     require_sane_config,
 )
-from moechat.store.mapped_file import access_hint
+from moechat.store.file_problems import file_problem
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source_files import require_inside
 from moechat.store.tensors import TensorFile, TensorSet
@@ -201,9 +201,7 @@ def read_limited(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
             f"{path.parent} has no {path.name}", hint="a checkpoint is a directory as transformers saves it"
         ) from None
     except OSError as problem:
-        raise CheckpointError(
-            f"{path} cannot be read: {problem.strerror}", hint=access_hint(problem)
-        ) from problem
+        raise file_problem(path, problem, CheckpointError, "read") from problem
 
 
 def _is_pickle(name: str) -> bool:

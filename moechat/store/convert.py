@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import moechat
@@ -49,6 +49,7 @@ def convert(
     supply: Supply | None = None,
     calibration: Calibration | None = None,
     remarks: Mapping[str, str] | None = None,
+    repair: Collection[str] | None = None,
 ) -> Store:
     """Convert ``checkpoint`` into a store at ``destination``.
 
@@ -70,6 +71,8 @@ def convert(
         calibration: Measures inputs of experts for the quantizer ``auto``; ``None``: quantise by the weights
             alone.
         remarks: Added to :attr:`Manifest.created_by`.
+        repair: Make only these files of the finished store again; its other files are kept, after a look at
+            their hashes. Until all is there, the store stays as it is.
 
     Returns:
         The open store.
@@ -92,11 +95,18 @@ def convert(
     with explained("converting", destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(lock_path(destination), report.waiting):
-            finished = _finished_store(destination, checkpoint, outline.geometry, quantizer, solver)
-            if finished is not None:
-                remove_leftovers(destination)
-                return finished
+            old: Manifest | None = None
+            if repair is None:
+                finished = _finished_store(destination, checkpoint, outline.geometry, quantizer, solver)
+                if finished is not None:
+                    remove_leftovers(destination)
+                    return finished
+            else:
+                old = _repairable(destination, checkpoint, outline)
             workspace = Workspace(destination, _job_key(checkpoint, plan, bits, solver))
+            if old is not None and repair is not None:
+                kept = {name: record for name, record in old.files.items() if name not in repair}
+                workspace.adopt(destination, kept)
             try:
                 conversion = Conversion(checkpoint, outline, workspace, solver, report, supply, calibration)
                 conversion.run()
@@ -112,6 +122,8 @@ def convert(
             manifest = _manifest(
                 checkpoint, plan, outline, workspace, conversion.solver, source_name, revision, remarks or {}
             )
+            if old is not None:
+                manifest = _repaired(old, manifest, destination)
             report.at("finishing", outline.total_bytes, "manifest")
             workspace.publish(MANIFEST_NAME, manifest.to_bytes())
             return Store.open(destination)
@@ -147,6 +159,42 @@ def _finished_store(
         and (quantizer == "auto" or store.manifest.quantisation.solver == solver)
     )
     return store if same else None
+
+
+def _repairable(destination: Path, checkpoint: Checkpoint, outline: StoreOutline) -> Manifest:
+    """The manifest of the store that is repaired.
+
+    Raises:
+        StoreDamagedError: It cannot be read.
+        UsageError: The source gives a store of another shape.
+    """
+    manifest = Manifest.read(destination / MANIFEST_NAME)
+    if manifest.geometry != outline.geometry:
+        raise UsageError(
+            f"{destination} was not made from {checkpoint.title}: its experts have another shape or encoding",
+            hint="name the checkpoint that it was made from with --from",
+        )
+    return manifest
+
+
+def _repaired(old: Manifest, new: Manifest, destination: Path) -> Manifest:
+    """The manifest of a repaired store: the old one if all files are bit by bit as it says.
+
+    Files that another version of moechat makes may differ, which is right if the source is the same.
+
+    Raises:
+        UsageError: Files differ, and the source is not known to be the same.
+    """
+    if new.files == old.files:
+        return old
+    if new.source.fingerprint == old.source.fingerprint:
+        return new
+    changed = sorted(name for name in old.files if new.files.get(name) != old.files[name])
+    raise UsageError(
+        f"{destination} cannot be repaired from this checkpoint: {changed[0]} would become another file than "
+        "it was, so the checkpoint is not the one that the store was made from, or it has changed",
+        hint="name that checkpoint with --from, or remove the store and convert anew",
+    )
 
 
 def _job_key(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int, solver: str) -> str:

@@ -75,12 +75,17 @@ def _cannot_be_written(problem: OSError, path: Path) -> bool:
     return problem.errno in _FORBIDDEN and (path.is_relative_to(target) or target.is_relative_to(path.parent))
 
 
-def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+def hash_file(
+    path: Path,
+    advance: Callable[[int], None] | None = None,
+    take: Callable[[npt.NDArray[np.uint8]], None] | None = None,
+) -> str:
     """SHA-256 of a file in hexadecimal.
 
     Args:
         path: The file.
         advance: Called after each piece with its number of bytes.
+        take: Called with each piece, whose memory is used again.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_HASH_CHUNK))
@@ -93,6 +98,8 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
                 return digest.hexdigest()
             done += size
             digest.update(buffer[:size])
+            if take is not None:
+                take(np.frombuffer(buffer[:size], np.uint8))
             if advance is not None:
                 advance(size)
 

@@ -42,8 +42,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def damage_hint(store: Path) -> str:
-    """The next step for a damaged store, which depends on where the store is."""
+def damage_hint(store: Path, *, repairable: bool = False) -> str:
+    """The next step for a damaged store, which depends on where the store is.
+
+    Args:
+        store: Its directory.
+        repairable: Its manifest is whole, so parts of it can be made again.
+    """
+    if repairable and _in_library(store):
+        name = shlex.quote(store.absolute().name)
+        return (
+            f"`moechat verify {name} --repair` makes its damaged files again; or remove the store and run "
+            f"the same command again: {_remove(store)}"
+        )
     again = "copy it here again, or run the checkpoint that it was made from"
     return _owner_hint(store) or f"remove the store ({_remove(store)}) and {again}"
 
@@ -57,13 +68,19 @@ def _owner_hint(store: Path) -> str | None:
     path = store.absolute()
     if path.resolve().is_relative_to(_PACKAGE):
         return "install moechat again: this model is a part of it"
-    try:
-        in_library = path.is_relative_to(user_paths().models)
-    except UsageError:
-        in_library = False
-    if in_library:
+    if _in_library(store):
         return f"remove the store and run the same command again, which creates it again: {_remove(store)}"
     return None
+
+
+def _in_library(store: Path) -> bool:
+    path = store.absolute()
+    if path.resolve().is_relative_to(_PACKAGE):
+        return False
+    try:
+        return path.is_relative_to(user_paths().models)
+    except UsageError:
+        return False
 
 
 def _remove(store: Path) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moechat import _native
 from moechat.errors import MoechatError
+from moechat.store.file_problems import file_problem
 
 
 @contextmanager
@@ -27,21 +29,16 @@ def opened_regular(path: Path, error: type[MoechatError]) -> Iterator[tuple[int,
         # O_NONBLOCK: if it has just become a FIFO, do not wait for a writer; no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as problem:
-        raise error(f"{path} cannot be opened: {problem.strerror}", hint=access_hint(problem)) from problem
+        raise file_problem(path, problem, error, "opened") from problem
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{path} is not a regular file")
         yield descriptor, status
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}", hint=access_hint(problem)) from problem
+        raise file_problem(path, problem, error, "read") from problem
     finally:
         os.close(descriptor)
-
-
-def access_hint(problem: OSError) -> str | None:
-    """The next step if a file may not be read; ``None`` for other failures."""
-    return "allow this user to read it: chmod, or chown" if isinstance(problem, PermissionError) else None
 
 
 def other_kind(beginning: bytes) -> str:
@@ -62,6 +59,38 @@ def place_of(path: Path, tensor: str) -> str:
     return f"{path}: tensor {tensor[:200]!r}"
 
 
+class GuardedMapping(mmap.mmap):
+    """A read-only mapping that the process survives when its file becomes shorter or cannot be read.
+
+    What is lost then reads as zeros, so whoever uses the content asks for :attr:`lost` afterwards.
+    """
+
+    _guard: _native.MappedGuard | None = None
+
+    @classmethod
+    def of(cls, descriptor: int, nbytes: int, offset: int = 0) -> GuardedMapping:
+        """Map a part of an open file.
+
+        Raises:
+            OSError: It cannot be mapped.
+            ValueError: The file is shorter.
+        """
+        mapping = cls(descriptor, nbytes, access=mmap.ACCESS_READ, offset=offset)
+        mapping._guard = _native.MappedGuard(mapping)
+        return mapping
+
+    @property
+    def lost(self) -> int | None:
+        """Offset in the mapping of the first byte that could not be read; ``None``: all could."""
+        lost = -1 if self._guard is None else self._guard.lost()
+        return None if lost < 0 else lost
+
+    def close(self) -> None:
+        """Unmap."""
+        super().close()
+        self._guard = None
+
+
 class MappedFile:
     """A file mapped read-only.
 
@@ -74,6 +103,11 @@ class MappedFile:
         self.path = path
         self._mapping = mapping
         self._identity = _identity(status)
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The mapping of the whole file."""
+        return self._mapping
 
     def is_current(self) -> bool:
         """Whether the path still names the opened file, unchanged as far as size and mtime show.

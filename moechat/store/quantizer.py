@@ -18,6 +18,7 @@ from moechat.geometry import GROUP_SIZE, KEEP, ExpertGeometry, scale_columns
 # By least squares, with feedback from inputs that were measured (moechat.store.calibrated).
 CALIBRATED = "calibrated"
 QUANTIZERS = ("auto", "least-squares", "native", "hqq")
+_OWN_NAMES = ("native", "hqq")  # of solvers that `auto` does not choose
 # Names of the native solvers.
 _NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
 _FP16_MAX = 65504.0
@@ -42,6 +43,11 @@ def choose_solver(quantizer: str, bits: int, *, calibrated: bool = False) -> str
     if quantizer == "auto":
         return CALIBRATED if calibrated else "least-squares"
     return quantizer
+
+
+def quantizer_of(solver: str) -> str:
+    """The quantizer that :func:`choose_solver` makes this solver of, as a store's manifest names it."""
+    return solver if solver in _OWN_NAMES else "auto"
 
 
 def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
-from moechat.store.mapped_file import MappedFile, opened_regular, other_kind
+from moechat.store.mapped_file import GuardedMapping, MappedFile, opened_regular, other_kind
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 32
@@ -242,8 +242,13 @@ class SafetensorsFile(MappedFile):
         self._error = error
 
     @classmethod
-    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> Self:
+    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError, guarded: bool = False) -> Self:
         """Check the header of ``path`` and map the file; no tensor data is read.
+
+        Args:
+            path: The file.
+            error: Class of errors.
+            guarded: Map it as a :class:`~moechat.store.mapped_file.GuardedMapping`.
 
         Raises:
             MoechatError: Of class ``error``; the file is missing, unreadable, or breaks a rule in the module
@@ -252,7 +257,13 @@ class SafetensorsFile(MappedFile):
         with opened_regular(path, error) as (descriptor, status):
             data, data_start = _read_header(descriptor, status.st_size, str(path), error)
             tensors, metadata = parse_header(data, data_start, status.st_size, str(path), error)
-            mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+            try:
+                if guarded:
+                    mapping: mmap.mmap = GuardedMapping.of(descriptor, status.st_size)
+                else:
+                    mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+            except ValueError as problem:  # it has become shorter
+                raise error(f"{path} cannot be mapped: {problem}") from problem
             _prefer_huge_pages(mapping)
         return cls(path, tensors, metadata, data_start, mapping, status, error)
 

@@ -102,6 +102,34 @@ class Workspace:
             self._store.mkdir(exist_ok=True)
             self.finished = recorded
 
+    def adopt(self, store: Path, files: Mapping[str, FileRecord]) -> None:
+        """Take files of a finished store over, as if this conversion had made them.
+
+        :meth:`recheck` reads and compares them. They are linked where the file system can, and nothing is
+        written to them.
+
+        Args:
+            store: The store; it stays as it is.
+            files: Its files by name, with what its manifest says of them.
+
+        Raises:
+            OSError: A file can be neither linked nor copied.
+        """
+        for name, record in files.items():
+            path = self._store / name
+            if self.finished.get(name) == record and path.exists():
+                continue
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            try:
+                os.link(store / name, path, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                shutil.copyfile(store / name, path)
+            self.finished[name] = record
+        self._write_journal()
+
     def recheck(self, outline: StoreOutline, advance: Callable[[str, int], None]) -> None:
         """Keep the recorded files that are still complete and needed; delete everything else.
 

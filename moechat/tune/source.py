@@ -162,6 +162,7 @@ def _dense_weights(store: Store, skeleton: Skeleton) -> Iterator[tuple[str, torc
         tensors = {key: read_tensor(store.dense, key) for key in target.keys}
         yield from combine(target, tensors, skeleton.model).items()
         store.dense.release(target.keys)
+    store.require_readable()
 
 
 def expert_weights(store: Store, entry: ExpertsModule) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,6 +187,7 @@ def expert_weights(store: Store, entry: ExpertsModule) -> Iterator[tuple[str, to
             both = of_gate if of_up is None else _joined(_float(of_gate), _float(of_up), entry.interleaved)
             parts[2].append(torch.as_tensor(both))
             parts[3].append(_float(of_down))
+    store.require_readable()
     for name, values in zip(entry.parameter_names, parts, strict=False):
         yield name, torch.stack(values)
 

@@ -32,6 +32,7 @@
 
 #include "link/file_link.h"
 #include "link/sim_link.h"
+#include "memory/crc32c.h"
 #include "memory/slab.h"
 
 #if defined(__has_include)
@@ -840,6 +841,98 @@ void reads_beyond_a_truncated_file_fail(const Way& way, Directory* directory) {
   EXPECT(collect(link.get(), 1)[0].error == 0 && pages.holds(8, 3, 2));
 }
 
+// As file_regions, with the checksum of each page.
+std::vector<FileRegion> checked_regions(Directory* directory) {
+  std::vector<FileRegion> regions = file_regions(directory);
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    RecordChecksums& checksums = regions[i].checksums;
+    checksums.record_bytes = kPage;
+    for (std::int64_t at = 0; at < regions[i].bytes; at += kPage) {
+      checksums.values.push_back(crc32c(memory()[i].data() + at, kPage));
+    }
+  }
+  return regions;
+}
+
+// XORs a byte of a file, as rotting media do; the size stays.
+void flip(const std::string& path, std::int64_t at, unsigned char bits) {
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  unsigned char byte = 0;
+  EXPECT(file >= 0 && pread(file, &byte, 1, at) == 1);
+  byte = static_cast<unsigned char>(byte ^ bits);
+  EXPECT(pwrite(file, &byte, 1, at) == 1 && fsync(file) == 0 && close(file) == 0);
+}
+
+void damaged_records_fail_alone(const Way& way, Directory* directory) {
+  const std::vector<FileRegion> regions = checked_regions(directory);
+  const Made link = make_file_link(regions, file_options(way));
+  link->open(32);
+  Pages pages(32);
+  const std::int64_t damaged[] = {7, 8, 15};
+  for (const std::int64_t page : damaged) {
+    flip(regions[1].path, regions[1].offset + page * kPage + 100 * page, 0x10);
+  }
+  std::vector<Transfer> transfers;
+  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(i, i, Priority::kDemand, 1));
+  submit(link.get(), transfers);
+  for (const Completion& completion : collect(link.get(), 16)) {
+    const bool is_damaged =
+        std::find(std::begin(damaged), std::end(damaged), completion.slot) != std::end(damaged);
+    EXPECT(completion.error == (is_damaged ? kRecordDamaged : 0));
+    if (!is_damaged) EXPECT(pages.holds(completion.slot, completion.slot, 1));
+  }
+  EXPECT(link->failure().empty());
+  EXPECT(link->stats().rereads == 3 && link->stats().errors == 3);
+  for (const std::int64_t page : damaged) {
+    flip(regions[1].path, regions[1].offset + page * kPage + 100 * page, 0x10);
+  }
+  // The file is whole again, and the slots remember nothing.
+  submit(link.get(), transfers);
+  for (const Completion& completion : collect(link.get(), 16)) {
+    EXPECT(completion.error == 0 && pages.holds(completion.slot, completion.slot, 1));
+  }
+  EXPECT(link->stats().rereads == 3);
+}
+
+void checksums_must_fit_their_regions(Directory* directory) {
+  std::vector<FileRegion> regions = checked_regions(directory);
+  const FileLinkOptions options;
+  const Made link = make_file_link(regions, options);
+  for (const std::int64_t bytes : {std::int64_t{0}, kPage - 1, 2 * kPage}) {
+    regions[0].checksums.record_bytes = bytes;
+    expect_throw<std::invalid_argument>([&] { make_file_link(regions, options); });
+  }
+  regions[0].checksums.record_bytes = 2 * kPage;
+  regions[0].checksums.values.resize(static_cast<std::size_t>(regions[0].bytes / (2 * kPage)));
+  const Made pairs = make_file_link(regions, options);
+  pairs->open(1);
+  Pages pages(1);
+  expect_throw<std::invalid_argument>(
+      [&] { submit(pairs.get(), {pages.transfer(0, 0, Priority::kDemand)}); });
+}
+
+void checksums_are_the_same_in_every_way(unsigned seed) {
+  const char* const known = "123456789";
+  const std::vector<unsigned char> zeros(32, 0), ones(32, 0xff);
+  std::mt19937 random(seed);
+  std::vector<unsigned char> data(70'000);
+  for (unsigned char& byte : data) byte = static_cast<unsigned char>(random());
+  for (const CrcWay way : crc_ways()) {
+    EXPECT(crc32c_by(way, reinterpret_cast<const unsigned char*>(known), 9) == 0xe3069283u);
+    EXPECT(crc32c_by(way, zeros.data(), 32) == 0x8a9136aau);  // RFC 3720, B.4
+    EXPECT(crc32c_by(way, ones.data(), 32) == 0x62a8ab43u);
+    EXPECT(crc32c_by(way, data.data(), 0) == 0);
+    for (int i = 0; i < 300; ++i) {
+      const std::size_t from = random() % 64, bytes = random() % (data.size() - 64),
+                        cut = random() % (bytes + 1);
+      const std::uint32_t whole = crc32c_by(crc_ways().front(), data.data() + from, bytes);
+      EXPECT(crc32c_by(way, data.data() + from, bytes) == whole);
+      EXPECT(crc32c_by(way, data.data() + from + cut, bytes - cut, crc32c_by(way, data.data() + from, cut)) ==
+             whole);
+    }
+  }
+}
+
 void unaligned_targets(const Way& way, Directory* directory) {
   const Made link = make_file_link(file_regions(directory), file_options(way));
   link->open(4);
@@ -1056,8 +1149,11 @@ void run(double time, unsigned seed) {
     std::printf("io_uring was not tested: %s\n", error.what());
   }
   unusable_files_are_rejected(&directory);
+  checksums_must_fit_their_regions(&directory);
+  checksums_are_the_same_in_every_way(seed);
   for (const Way& way : ways) {
     merged_reads(way, &directory);
+    damaged_records_fail_alone(way, &directory);
     reads_beyond_a_truncated_file_fail(way, &directory);
     unaligned_targets(way, &directory);
     threads_that_begin_reads_may_end(way, &directory);
@@ -1090,7 +1186,9 @@ void run(double time, unsigned seed) {
       FileLinkOptions options = file_options(way);
       options.in_flight_bytes = in_flight;
       if (in_flight > 0) options.operation_bytes = 3 * kPage;
-      random_operations(make_file_link(file_regions(&directory), options), seed, share);
+      random_operations(
+          make_file_link(in_flight > 0 ? checked_regions(&directory) : file_regions(&directory), options),
+          seed, share);
     }
   }
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -360,3 +362,27 @@ def test_the_end_token_of_the_demo_is_not_shown(cli: Cli) -> None:
     result = cli.call("run", "demo", "Who are you?", "--temperature", "0")
     assert result.status == 0, result.err
     assert b"<|" not in result.out
+
+
+def test_a_chat_whose_mapped_model_is_cut_short_by_others_says_so_and_keeps_the_conversation(
+    cli: Cli, model: str, tmp_path: Path
+) -> None:
+    own = Cli(directory=cli.directory, home=tmp_path / "home")
+    shutil.copytree(cli.home / "data" / "models", own.home / "data" / "models")
+    session = own.terminal("run", model, "--temperature", "0", "--max-tokens", "80")
+    session.expect("for help, Ctrl-D to leave")
+    session.expect("of 8,192 tokens")
+    session.send("one\r")
+    session.expect(ANSWER_BEGUN)
+    session.expect("of 8,192 tokens")
+    [store] = (own.home / "data" / "models").glob("tiny-chat*")
+    for path in store.glob("experts-*"):
+        os.truncate(path, 4096)
+    session.send("two\r")
+    session.expect("has 4096 bytes, the manifest says")
+    session.expect("--repair")
+    session.read()
+    session.close()
+    assert (session.exitstatus, session.signalstatus) == (6, None)
+    [row] = json.loads(own.call("sessions", "--json").out)
+    assert (row["title"], row["turns"]) == ("one", 1)

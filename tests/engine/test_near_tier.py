@@ -196,7 +196,7 @@ def test_a_stalled_link_raises_within_its_limit(chat_model: Path, home: Path) ->
         for _ in range(2):  # the engine stays usable and tries again
             with pytest.raises(MoechatError, match="cannot be read") as caught:
                 answer(engine)
-            assert caught.value.exit_code == 1
+            assert caught.value.exit_code == 6
             assert "try again" in str(caught.value.hint)
 
 

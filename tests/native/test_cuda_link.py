@@ -339,6 +339,34 @@ def test_a_file_that_ends_early_fails_its_blocks_alone(cuda, tmp_path):
     assert link.stop(5)
 
 
+def test_records_read_from_a_file_are_compared_with_their_checksums_and_fail_alone(cuda, tmp_path):
+    far = far_memory(8, 16)
+    near = cuda.pages(16, PAGE)
+    path = tmp_path / "layer.bin"
+    path.write_bytes(far.tobytes())
+    # The first half lies in memory, which was compared when it was read, and is not read again.
+    held = far[:8].copy()
+    regions = [([(held, held.nbytes, False), (None, 8 * PAGE, False)], far.nbytes, False, str(path), 0)]
+    sums = _native.record_checksums(far, PAGE)
+    link = _native.cuda_link(regions, buffer_bytes=PAGE, checksums=[sums], record_bytes=PAGE)
+    link.open(16)
+    with path.open("r+b") as file:
+        for page in (3, 9, 12):
+            file.seek(page * PAGE + 7)
+            file.write(bytes([far[page, 7] ^ 1]))
+    link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(16)], near)
+    damaged = {9, 12}
+    assert collect(link, 16) == {slot: errno.EBADMSG if slot in damaged else 0 for slot in range(16)}
+    assert link.failure() == ""
+    whole = [slot for slot in range(16) if slot not in damaged]
+    assert np.array_equal(near[whole], far[whole])
+    with pytest.raises(ValueError, match="not whole records"):
+        link.submit([(0, 0, 100, PAGE, DEMAND)], near)
+    with pytest.raises(ValueError, match="checksums"):
+        _native.cuda_link(regions, buffer_bytes=PAGE, checksums=[sums[1:]], record_bytes=PAGE)
+    assert link.stop(5)
+
+
 def test_an_error_of_the_gpu_ends_the_link_with_its_name(cuda):
     far = far_memory(7)
     near = cuda.pages(8, PAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -80,6 +81,27 @@ moechat show demo
 
 moechat show Qwen/Qwen3-30B-A3B --bits 4 --json
 """
+_VERIFY_HELP = """\
+Read converted models again from the disk, and find what is damaged.
+
+Media can change bytes without a trace. Every file is compared with the hash that was written when the \
+model was converted; of damaged experts layer and number are named. Without MODEL all models of the library \
+are read. The exit status is 6 if something is damaged.
+
+--repair makes the damaged files again: from --from, from MODEL if it is the path of the checkpoint, from a \
+checkpoint kept by --keep-source, else from the hub after a question. An interrupted repair leaves the model \
+as it was.
+
+--json: a list of objects with name, path, status (right, damaged, repaired), bytes, seconds, bytes_per_s, \
+damage (file, reason, layer, experts).
+"""
+_VERIFY_EXAMPLES = """\
+moechat verify
+
+moechat verify olmoe --repair
+
+moechat verify ~/models/OLMoE-1B-7B-0125-Instruct --repair
+"""
 _RM_HELP = """\
 Remove models from the library.
 
@@ -109,6 +131,7 @@ def register_library(app: typer.Typer) -> None:
     app.command("list", help=_LIST_HELP, epilog=_LIST_EXAMPLES)(_list)
     app.command("ls", help="The same as list.", hidden=True)(_list)
     app.command("show", help=_SHOW_HELP, epilog=_SHOW_EXAMPLES)(_show)
+    app.command("verify", help=_VERIFY_HELP, epilog=_VERIFY_EXAMPLES)(_verify)
     app.command("rm", help=_RM_HELP, epilog=_RM_EXAMPLES)(_rm)
 
 
@@ -171,6 +194,26 @@ def _show(
     from moechat.cli.commands.library_show import show_model
 
     return lambda: show_model(model, bits, json=json)
+
+
+def _verify(
+    model: Annotated[
+        str | None, argument("MODEL", "A name from the list, or as for run.", complete_library)
+    ] = None,
+    bits: _Bits = None,
+    repair: Annotated[bool, flag("Make damaged files again.", "--repair")] = False,
+    source: Annotated[
+        Path | None,
+        option("PATH", "The checkpoint to repair from: a directory or GGUF file.", None, "--from"),
+    ] = None,
+    yes: Annotated[bool, flag("Download without asking.", "--yes", "-y")] = False,
+    quiet: Annotated[bool, flag("Only what is damaged, and errors.", "--quiet", "-q")] = False,
+    json: _Json = False,
+) -> Action:
+    from moechat.cli.commands.verify import VerifyCommand, verify
+
+    command = VerifyCommand(model, bits, repair, source, yes, quiet, json)
+    return lambda: verify(command)
 
 
 def _rm(

@@ -40,12 +40,13 @@ OWN_VARIABLES = frozenset(
         "UPDATE_CHECK",
     )
 )
-# What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
-# same models that `rm` deletes.
+# What `rm` deletes and `verify` repairs, and the confirmation, must be given each time. `show` with the same
+# arguments shows the same models that `rm` deletes.
 _COMMAND_LINE_ONLY = {"help", "version", "yes", "dry-run"}
 _COMMAND_LINE_ONLY_OF = {
     "rm": {"bits", "leftovers", "sources"},
     "show": {"bits"},
+    "verify": {"bits", "repair", "from"},
     "help": {"search", "man"},
     "run": {"file"},
     "config": {"json", "changed"},

@@ -116,7 +116,7 @@ class LoadProgress:
             self._shown_at = now
             in_bytes = report.total is not None and report.total > 1 and report.stage not in _IN_STEPS
             size = f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else ""
-            if report.stage == "download":
+            if report.stage in ("download", "verify"):
                 size += self._rate(report, now)
             self._bar.update(
                 self._task,

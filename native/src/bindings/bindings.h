@@ -5,7 +5,7 @@
 
 namespace moechat {
 
-void bind_kept(py::module_& m);
+void bind_checks(pybind11::module_& m);
 void bind_kept(pybind11::module_& m);
 void bind_linear(pybind11::module_& m);
 void bind_link(pybind11::module_& m);

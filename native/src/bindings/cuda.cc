@@ -14,6 +14,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/checksums.h"
 #include "bindings/gil.h"
 #include "bindings/link_holder.h"
 #include "cuda/driver.h"
@@ -42,7 +43,8 @@ RegionPart part_of(const py::object& data, std::int64_t bytes, bool pinned, std:
 
 std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int device,
                                       std::int64_t in_flight_bytes, std::int64_t buffer_bytes, int buffers,
-                                      int threads, int copies) {
+                                      int threads, int copies, const std::vector<py::object>& checksums,
+                                      std::int64_t record_bytes) {
   CudaLinkOptions options;
   options.device = device;
   options.in_flight_bytes = in_flight_bytes;
@@ -50,10 +52,11 @@ std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int de
   options.buffers = buffers;
   options.threads = threads;
   options.copies = copies;
+  require_checksums(checksums, regions.size());
   std::vector<CudaRegion> list;
   std::vector<py::object> alive;
   for (const auto& [data, bytes, pinned, path, offset] : regions) {
-    CudaRegion region{{}, path, offset};
+    CudaRegion region{{}, path, offset, checksums_of(checksums, list.size(), record_bytes)};
     if (py::isinstance<py::list>(data)) {
       for (const auto& [piece, size, fixed] : data.cast<std::vector<Part>>()) {
         region.parts.push_back(part_of(piece, size, fixed, &alive));
@@ -147,7 +150,8 @@ void bind_cuda(py::module_& m) {
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_unpin", &unpin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_link", &cuda_link, py::arg("regions"), py::arg("device") = 0, py::arg("in_flight_bytes") = 0,
-        py::arg("buffer_bytes") = 0, py::arg("buffers") = 0, py::arg("threads") = 0, py::arg("copies") = 1);
+        py::arg("buffer_bytes") = 0, py::arg("buffers") = 0, py::arg("threads") = 0, py::arg("copies") = 1,
+        py::arg("checksums") = std::vector<py::object>(), py::arg("record_bytes") = 0);
 }
 
 }  // namespace moechat

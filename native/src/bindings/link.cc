@@ -18,6 +18,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/checksums.h"
 #include "bindings/gil.h"
 #include "bindings/link_holder.h"
 #include "link/file_link.h"
@@ -45,7 +46,8 @@ Priority priority_of(int value) {
 
 std::unique_ptr<LinkHolder> file_link(
     const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& regions, const std::string& io,
-    bool direct, std::int64_t in_flight_bytes, std::int64_t operation_bytes, int reader_threads) {
+    bool direct, std::int64_t in_flight_bytes, std::int64_t operation_bytes, int reader_threads,
+    const std::vector<py::object>& checksums, std::int64_t record_bytes) {
   FileLinkOptions options;
   if (io == "uring") {
     options.io = FileIo::kUring;
@@ -59,7 +61,11 @@ std::unique_ptr<LinkHolder> file_link(
   options.operation_bytes = operation_bytes;
   options.reader_threads = reader_threads;
   std::vector<FileRegion> files;
-  for (const auto& [path, offset, bytes] : regions) files.push_back({path, offset, bytes});
+  require_checksums(checksums, regions.size());
+  for (const auto& [path, offset, bytes] : regions) {
+    const std::size_t index = files.size();
+    files.push_back({path, offset, bytes, checksums_of(checksums, index, record_bytes)});
+  }
   std::unique_ptr<Link> link;
   try {
     const ReleaseGil released;
@@ -152,6 +158,7 @@ py::dict stats(const LinkHolder& holder) {
   }
   result["operations"] = stats.operations;
   result["errors"] = stats.errors;
+  result["rereads"] = stats.rereads;
   result["cancelled"] = stats.cancelled;
   result["queued"] = stats.queued;
   result["in_flight"] = stats.in_flight;
@@ -258,7 +265,8 @@ void bind_link(py::module_& m) {
           },
           py::arg("seconds"));
   m.def("file_link", &file_link, py::arg("regions"), py::arg("io") = "auto", py::arg("direct") = true,
-        py::arg("in_flight_bytes") = 0, py::arg("operation_bytes") = 0, py::arg("reader_threads") = 0);
+        py::arg("in_flight_bytes") = 0, py::arg("operation_bytes") = 0, py::arg("reader_threads") = 0,
+        py::arg("checksums") = std::vector<py::object>(), py::arg("record_bytes") = 0);
   m.def("sim_link", &sim_link, py::arg("regions"), py::arg("bandwidth") = 0.0, py::arg("latency") = 0.0,
         py::arg("jitter") = 0.0, py::arg("seed") = 0, py::arg("reorder") = 1, py::arg("in_flight_bytes") = 0,
         py::arg("copy") = true, py::arg("fault_rate") = 0.0, py::arg("fail_after") = -1,

@@ -370,6 +370,7 @@ PYBIND11_MODULE(_native, m) {
   bind_routing(m);
   bind_simulate(m);
   bind_layer_plan(m);
+  bind_checks(m);
   bind_dense(m);
   bind_decode(m);
   bind_layer_step(m);

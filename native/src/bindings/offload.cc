@@ -490,7 +490,21 @@ py::tuple activations_py(const RunnerObject& self) {
 }  // namespace
 
 void bind_offload(py::module_& m) {
-  py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
+  const auto& link_error = py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
+  // Never released: exceptions can be raised until the process ends.
+  static py::handle damaged_type =
+      py::exception<DamagedRecordError>(m, "DamagedRecordError", link_error).release();
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const DamagedRecordError& error) {
+      py::object raised = damaged_type(error.what());
+      raised.attr("layer") = error.layer;
+      raised.attr("expert") = error.expert;
+      raised.attr("block") = error.block;
+      PyErr_SetObject(damaged_type.ptr(), raised.ptr());
+    }
+  });
   py::register_exception<DeviceLostError>(m, "DeviceLostError", PyExc_RuntimeError);
   m.def("plan_speculation", &plan_speculation_py, py::arg("ahead"), py::arg("lookahead"),
         py::arg("stream_tokens"), py::arg("layer"), py::arg("layers"), py::arg("tokens"));

@@ -191,6 +191,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
 };
 
 void CudaEngine::admit(const Transfer& transfer) const {
+  sources_.require_whole(transfer);
   if (transfer.bytes <= buffer_bytes_ || sources_.pinned(transfer) != nullptr) return;
   throw std::invalid_argument("a transfer of " + std::to_string(transfer.bytes) +
                               " bytes does not fit into a pinned buffer of " + std::to_string(buffer_bytes_));

@@ -67,6 +67,7 @@ FarSources::FarSources(std::vector<CudaRegion> regions) {
       staged_ = staged_ || !part.pinned;
       starts.push_back(starts.back() + part.bytes);
     }
+    region.checksums.require(starts.back(), region.path);
     Descriptor file = reads ? open_file(region) : Descriptor(-1);
     sources_.push_back({std::move(region), std::move(starts), std::move(file)});
   }
@@ -96,8 +97,7 @@ bool FarSources::together(const Transfer& first, const Transfer& next) const {
   return part_at(from, first.offset) == part_at(from, next.offset);
 }
 
-int FarSources::fill(const Transfer& transfer, unsigned char* to) const {
-  const Source& from = source(transfer.region);
+int FarSources::copy(const Source& from, const Transfer& transfer, unsigned char* to, bool* reads) {
   const std::int64_t end = transfer.offset + transfer.bytes;
   std::int64_t offset = transfer.offset;
   for (std::size_t index = part_at(from, offset); offset < end; ++index) {
@@ -106,6 +106,7 @@ int FarSources::fill(const Transfer& transfer, unsigned char* to) const {
     if (part.data != nullptr) {
       std::memcpy(to, part.data + (offset - from.starts[index]), static_cast<std::size_t>(bytes));
     } else {
+      *reads = true;
       const int error = read_file(from.file.get(), to, bytes, from.region.offset + offset);
       if (error != 0) return error;
     }
@@ -113,6 +114,19 @@ int FarSources::fill(const Transfer& transfer, unsigned char* to) const {
     offset += bytes;
   }
   return 0;
+}
+
+int FarSources::fill(const Transfer& transfer, unsigned char* to) const {
+  const Source& from = source(transfer.region);
+  const RecordChecksums& checksums = from.region.checksums;
+  for (int tries = 0; tries < 2; ++tries) {
+    bool reads = false;
+    const int error = copy(from, transfer, to, &reads);
+    if (error != 0) return error;
+    if (!reads || !checksums.checked() || checksums.fit(to, transfer.offset, transfer.bytes)) return 0;
+    posix_fadvise(from.file.get(), from.region.offset + transfer.offset, transfer.bytes, POSIX_FADV_DONTNEED);
+  }
+  return kRecordDamaged;
 }
 
 }  // namespace moechat

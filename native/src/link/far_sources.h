@@ -7,6 +7,7 @@
 
 #include "link/descriptor.h"
 #include "link/link.h"
+#include "link/record_checksums.h"
 
 namespace moechat {
 
@@ -23,6 +24,8 @@ struct CudaRegion {
   std::vector<RegionPart> parts;  // in order
   std::string path;               // of the parts in the file; also for messages
   std::int64_t offset = 0;        // of the region in it
+  // Of the records, for those that are read from the file: transfers that touch it are whole records then.
+  RecordChecksums checksums{};
 
   std::int64_t bytes() const;
 };
@@ -38,6 +41,10 @@ class FarSources {
   std::int64_t bytes(std::int32_t region) const { return source(region).starts.back(); }
   // "FILE at byte N"
   std::string describe(std::int32_t region, std::int64_t offset) const;
+  // Throws std::invalid_argument for a transfer of a region with checksums that is not whole records.
+  void require_whole(const Transfer& transfer) const {
+    source(transfer.region).region.checksums.require_whole(transfer.offset, transfer.bytes);
+  }
   // Whether some part is not pinned.
   bool staged() const { return staged_; }
 
@@ -45,7 +52,8 @@ class FarSources {
   const unsigned char* pinned(const Transfer& transfer) const;
   // Whether two transfers, the second of which continues the first in pinned memory, lie in one registration.
   bool together(const Transfer& first, const Transfer& next) const;
-  // Copies or reads the bytes of a transfer; returns 0 or an errno. May take as long as a disk does.
+  // Copies or reads the bytes of a transfer; returns 0 or an errno. May take as long as a disk does. A record
+  // from the file that does not have its checksum is read once more; then it is kRecordDamaged.
   int fill(const Transfer& transfer, unsigned char* to) const;
 
  private:
@@ -58,6 +66,8 @@ class FarSources {
   const Source& source(std::int32_t region) const { return sources_[static_cast<std::size_t>(region)]; }
   // The part that holds the byte at this offset. REQUIRES: there is such a byte.
   static std::size_t part_at(const Source& source, std::int64_t offset);
+  // As fill, without a look at checksums; `reads` tells whether bytes came from the file.
+  static int copy(const Source& from, const Transfer& transfer, unsigned char* to, bool* reads);
 
   std::vector<Source> sources_;
   bool staged_ = false;

@@ -50,6 +50,7 @@ struct Region {
   std::string path;
   std::int64_t offset;
   std::int64_t bytes;
+  RecordChecksums checksums;
 };
 
 // One read under way: neighbouring pieces of a file, scattered to the targets of `count` transfers.
@@ -101,6 +102,10 @@ class FileEngine final : public LinkEngine {
 
  private:
   int threads() const override { return ring_ ? 1 : readers_; }
+  void admit(const Transfer& transfer) const override {
+    regions_[static_cast<std::size_t>(transfer.region)].checksums.require_whole(transfer.offset,
+                                                                                transfer.bytes);
+  }
   void work(int) override { ring_ ? work_ring() : work_reader(); }
   void reap() override;
   void start() override;
@@ -115,6 +120,8 @@ class FileEngine final : public LinkEngine {
   void take(Operation* operation);
   Verdict judge(Operation* operation, std::int64_t result);
   Verdict give_up(Operation* operation, int error);
+  void finish_read(const Operation& operation, std::size_t count);
+  void read_again(std::uint32_t slot);
 
   const std::vector<Region> regions_;
   std::vector<File> files_;
@@ -184,18 +191,70 @@ Verdict FileEngine::judge(Operation* operation, std::int64_t result) {
     if (vector.iov_len == 0) ++operation->first;
   }
   if (operation->missing > 0) return Verdict::kAgain;
-  for (std::size_t i = 0; i < operation->count; ++i) finish(operation->slots[i], 0);
+  finish_read(*operation, operation->count);
   return Verdict::kDone;
+}
+
+// Finishes the first `count` transfers of a read, which are complete, after a look at their checksums. The
+// mutex is released meanwhile: the transfers are still started, and the operation is not free yet.
+void FileEngine::finish_read(const Operation& operation, std::size_t count) {
+  static_assert(kMostVectors <= 64, "one bit for each transfer of a read");
+  std::uint64_t damaged = 0;
+  // All transfers of a read are of one region.
+  const std::int32_t number = count == 0 ? 0 : queue_[operation.slots[0]].transfer.region;
+  const RecordChecksums& checksums = regions_[static_cast<std::size_t>(number)].checksums;
+  if (count > 0 && checksums.checked()) {
+    Transfer transfers[kMostVectors];
+    for (std::size_t i = 0; i < count; ++i) {
+      transfers[i] = queue_[operation.slots[i]].transfer;
+      queue_.landed(operation.slots[i]);
+    }
+    // The next reads go on meanwhile.
+    if (!halted()) start();
+    const Unlocked released(&mutex_);
+    for (std::size_t i = 0; i < count; ++i) {
+      const Transfer& transfer = transfers[i];
+      if (!checksums.fit(transfer.to, transfer.offset, transfer.bytes)) damaged |= std::uint64_t{1} << i;
+    }
+  }
+  const auto is_damaged = [&](std::size_t i) { return (damaged >> i & 1) != 0; };
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t slot = operation.slots[i];
+    if (!is_damaged(i)) {
+      finish(slot, 0);
+    } else if (queue_[slot].again) {
+      finish(slot, kRecordDamaged);
+    }
+  }
+  for (std::size_t i = count; i-- > 0;) {
+    const std::uint32_t slot = operation.slots[i];
+    if (is_damaged(i) && queue_[slot].state == State::kStarted) read_again(slot);
+  }
+}
+
+// Reads a record once more that does not have its checksum: what was wrong may have been the way, not the
+// disk.
+void FileEngine::read_again(std::uint32_t slot) {
+  const Transfer& transfer = queue_[slot].transfer;
+  const Region& region = regions_[static_cast<std::size_t>(transfer.region)];
+  const File& file = files_[region.file];
+  if (!file.direct) {
+    posix_fadvise(file.descriptor.get(), region.offset + transfer.offset, transfer.bytes,
+                  POSIX_FADV_DONTNEED);
+  }
+  queue_.note_reread(slot);
+  put_back(slot);
 }
 
 // A transfer fails alone: those that are complete have arrived, the others of a merged read are tried again,
 // each by itself.
 Verdict FileEngine::give_up(Operation* operation, int error) {
-  for (std::size_t i = 0; i < operation->first; ++i) finish(operation->slots[i], 0);
+  const std::size_t complete = operation->first;
+  finish_read(*operation, complete);
   if (operation->count == 1) {
     finish(operation->slots[0], error);
   } else {
-    for (std::size_t i = operation->count; i-- > operation->first;) put_back(operation->slots[i]);
+    for (std::size_t i = operation->count; i-- > complete;) put_back(operation->slots[i]);
   }
   return Verdict::kDone;
 }
@@ -347,8 +406,9 @@ std::vector<Region> open_files(const std::vector<FileRegion>& regions, bool dire
                                   std::to_string(region.offset) + " of " + region.path + ": the file has " +
                                   std::to_string(known->second) + " bytes");
     }
-    result.push_back(
-        {static_cast<std::size_t>(known - opened.begin()), region.path, region.offset, region.bytes});
+    region.checksums.require(region.bytes, region.path);
+    result.push_back({static_cast<std::size_t>(known - opened.begin()), region.path, region.offset,
+                      region.bytes, region.checksums});
   }
   return result;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "link/link.h"
+#include "link/record_checksums.h"
 
 namespace moechat {
 
@@ -16,6 +17,7 @@ struct FileRegion {
   std::string path;
   std::int64_t offset;  // multiple of 4096
   std::int64_t bytes;   // multiple of 4096
+  RecordChecksums checksums{};
 };
 
 // The error of a transfer whose file has become shorter than it was when the link was made.
@@ -44,11 +46,16 @@ struct FileLinkOptions {
   int reader_threads = 0;  // with threads; 0: default
 };
 
+// Where a region has checksums, each record is compared with its own after it was read and before its
+// transfer finishes, by the thread that ends the read and without the link's mutex. A record that differs is
+// read once more, past the page cache as far as that is possible; then its transfer fails with
+// kRecordDamaged. Transfers of such regions are whole records.
+//
 // Offsets and sizes of transfers must be multiples of 4096. Targets should be, too: a file that refuses an
 // unaligned one is read through the page cache from then on.
 // Throws FileError for a file that cannot be opened, std::invalid_argument for a region that is not aligned
-// or lies beyond its file, and for options out of range, std::system_error for kUring where it is not to be
-// had.
+// or lies beyond its file, for checksums of another number, and for options out of range, std::system_error
+// for kUring where it is not to be had.
 std::unique_ptr<Link> make_file_link(const std::vector<FileRegion>& regions, const FileLinkOptions& options);
 
 }  // namespace moechat

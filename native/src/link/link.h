@@ -22,6 +22,7 @@
 //   called in the child, where it does nothing that waits.
 #pragma once
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <limits>
@@ -49,11 +50,15 @@ struct Completion {
   int error;  // 0, or an errno
 };
 
+// The error of a transfer whose record does not have its checksum, read twice.
+constexpr int kRecordDamaged = EBADMSG;
+
 struct LinkStats {
   std::int64_t bytes[kPriorities] = {};      // moved, by the priority at which the transfer started
   std::int64_t transfers[kPriorities] = {};  // finished without an error
   std::int64_t operations = 0;               // reads or copies issued; neighbours that were merged count once
   std::int64_t errors = 0;
+  std::int64_t rereads = 0;  // reads again of records that did not have their checksums
   std::int64_t cancelled = 0;
   std::int64_t queued = 0;     // now
   std::int64_t in_flight = 0;  // now, bytes

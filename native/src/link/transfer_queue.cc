@@ -19,7 +19,7 @@ void TransferQueue::open(std::uint32_t slots) {
 void TransferQueue::push(const Transfer& transfer, double now) {
   Node& node = nodes_[transfer.slot];
   node.transfer = transfer;
-  node.alone = false;
+  node.alone = node.again = node.landed = false;
   node.queued = now;
   append(transfer.slot);
 }
@@ -99,8 +99,15 @@ void TransferQueue::begin(std::uint32_t slot, double now) {
   in_flight_ += node.transfer.bytes;
 }
 
+void TransferQueue::landed(std::uint32_t slot) {
+  Node& node = nodes_[slot];
+  if (!node.landed) in_flight_ -= node.transfer.bytes;
+  node.landed = true;
+}
+
 void TransferQueue::end_started(std::uint32_t slot, double now) {
-  in_flight_ -= nodes_[slot].transfer.bytes;
+  landed(slot);
+  nodes_[slot].landed = false;
   if (--started_ == 0) busy_ += now - busy_since_;
 }
 

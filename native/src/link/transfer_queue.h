@@ -8,8 +8,9 @@
 // taken).
 //   Only `begin` makes a transfer started, only `finish` ends it; started() and in_flight() follow.
 // - While something is started, at most in_flight_limit bytes are (demand_limit where a demand starts), or
-//   one transfer that is larger. A prefetch starts only below a third of that, or where two of them fit: a
-//   demand that comes then waits for little, and demands by themselves still fill the link.
+//   one transfer that is larger; bytes that have landed do not count. A prefetch starts only below a third of
+//   that, or where two of them fit: a demand that comes then waits for little, and demands by themselves
+//   still fill the link.
 // - A batch has at most a quarter of the bytes that may be in flight when its first transfer starts, or one
 //   transfer that is larger. So where there is work for it, at least two batches are under way: the next one
 //   moves while the end of the last one is noticed and another one is issued.
@@ -36,8 +37,10 @@ class TransferQueue {
     std::uint32_t next = kNone;
     std::uint32_t previous = kNone;
     State state = State::kIdle;
-    bool alone = false;  // was part of a merged read that failed: try it by itself
-    double queued = 0;   // when it was submitted
+    bool alone = false;   // was part of a merged read that failed: try it by itself
+    bool landed = false;  // its bytes are there, and are being looked at
+    bool again = false;   // its record did not have its checksum when it was read for the first time
+    double queued = 0;    // when it was submitted
   };
 
   TransferQueue(std::int64_t in_flight_limit, std::int64_t demand_limit)
@@ -114,6 +117,14 @@ class TransferQueue {
   // Everything queued finishes with `error`.
   void fail_queued(int error);
   void operation_begun() { ++stats_.operations; }
+  // The bytes of a started transfer are there: they are not in flight any more. `finish` or `put_back`
+  // follows.
+  void landed(std::uint32_t slot);
+  // Notes that a started transfer is made a second time. The caller puts it back.
+  void note_reread(std::uint32_t slot) {
+    nodes_[slot].again = true;
+    ++stats_.rereads;
+  }
 
   // Forgets what the bandwidth estimate has not absorbed yet: it moved in no time.
   void forget_window() { window_busy_ = 0, window_bytes_ = 0; }

@@ -129,6 +129,7 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   tokens_ = tokens;
   ++pass_;
   failure_.clear();
+  is_damaged_ = false;
   starved_ = freed_ = false;
   for (Prefetch& prefetch : prefetches_) prefetch.blocks = 0;
   if (!ahead_.stays) ahead_.blocks = 0;
@@ -222,8 +223,11 @@ void LayerSchedule::settle() {
       }
     }
     if (arrival.error != 0 && demanded && failure_.empty()) {
+      is_damaged_ = arrival.error == kRecordDamaged;
+      damaged_ = flight;
       failure_ = transfers_.describe(flight.layer, flight.expert, flight.block) +
-                 " could not be read: " + std::generic_category().message(arrival.error);
+                 (is_damaged_ ? " is damaged: it does not have its checksum"
+                              : " could not be read: " + std::generic_category().message(arrival.error));
       const std::string whole = link_->failure();
       if (!whole.empty()) failure_ += " (" + whole + ")";
     }
@@ -468,6 +472,7 @@ std::string LayerSchedule::missing_block() const {
 
 void LayerSchedule::give_up() const {
   if (link_->stream_order() != nullptr && !link_->failure().empty()) throw DeviceLostError(link_->failure());
+  if (is_damaged_) throw DamagedRecordError(failure_, damaged_.layer, damaged_.expert, damaged_.block);
   throw LinkError(failure_ + "; check the store's files and their disk, then try again");
 }
 

@@ -57,6 +57,16 @@ class LinkError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The same for a record that does not have its checksum, read twice: the file is damaged.
+class DamagedRecordError : public LinkError {
+ public:
+  DamagedRecordError(const std::string& what, std::int32_t layer, std::int32_t expert, std::int32_t block)
+      : LinkError(what), layer(layer), expert(expert), block(block) {}
+  const std::int32_t layer;  // number among the expert layers
+  const std::int32_t expert;
+  const std::int32_t block;
+};
+
 // The link into a device has failed, so that nothing can be computed there any more. Only the destructor may
 // follow.
 class DeviceLostError : public std::runtime_error {
@@ -338,8 +348,10 @@ class LayerSchedule {
   // freed_: there may be more pages than at the last acquire.
   bool starved_ = false;
   bool freed_ = false;
-  bool transfer_failed_ = false;        // a transfer has failed since this was last reset
-  std::string failure_;                 // of a demand
+  bool transfer_failed_ = false;  // a transfer has failed since this was last reset
+  std::string failure_;           // of a demand
+  Transfers::Flight damaged_{};   // that demand, where its record is damaged
+  bool is_damaged_ = false;
   std::vector<std::uint64_t> landed_;   // [layers, experts]: pass in which a block last landed; 0: none has
   std::vector<std::uint8_t> far_used_;  // [layers, experts]: see ExpertPlaces::far
   bool undisturbed_ = false;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rotten import flip, record_place
 
 pytest.importorskip("triton")
 
 import moechat
 from moechat import _native
 from moechat.budget.held_experts import HOST_BYTES, choose_experts
-from moechat.errors import MoechatWarning
+from moechat.errors import MoechatWarning, StoreDamagedError
 from moechat.offload import pinning
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.settings import OffloadOptions
@@ -130,6 +132,18 @@ def far_memory(store: Store, **options) -> FarMemory:
 def check_records(far: FarMemory, store: Store) -> None:
     for record, held, found in zip(store.layers, far.held, far.records, strict=True):
         assert np.array_equal(found, store.expert_layer(record.layer)[held].reshape(-1))
+
+
+def test_damaged_experts_are_found_when_they_are_read_into_memory(store: Store, gpu, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "store")
+    copy = Store.open(tmp_path / "store")
+    copy.ensure_verified(tmp_path / "state")
+    far_memory(copy).close()
+    layer = copy.layers[1].layer
+    flip(*record_place(copy, layer, 2))
+    with pytest.raises(StoreDamagedError, match=f"block 0 of expert 2 of layer {layer} is not as it was"):
+        far_memory(copy)
+    assert gpu.cuda.get("pinned") == 0
 
 
 def test_one_refusal_costs_one_chunk(store: Store, gpu) -> None:
