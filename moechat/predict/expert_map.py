@@ -78,7 +78,8 @@ class ExpertMapPredictor:
 
     needs_gates = True
 
-    # Invariants: rows [0, entries) of _maps, _norms and _ids are the store, of _embeddings those that are
+    # Invariants: columns [0, entries) of _maps [layers, room, experts] and _norms [layers, room], and rows of
+    # _ids, are the store: what one layer is compared with lies together. Of _embeddings, rows that are
     # known: the others are 0. _newest[id] is the newest row with that id. _dot[n] is the product of the
     # running token's layers with map n.
     def __init__(
@@ -118,7 +119,7 @@ class ExpertMapPredictor:
         if best < 0:
             return None
         for layer in range(min(self._distance, self._layers)):
-            self._token.found[layer] = self._wanted(self._maps[best, layer], score)
+            self._token.found[layer] = self._wanted(self._maps[layer, best], score)
         return self._ordered(-1)
 
     def observe(self, ordinal: int, chosen: Ints, gates: Floats | None) -> None:
@@ -131,7 +132,7 @@ class ExpertMapPredictor:
         token.norm += float(row @ row)
         token.found.pop(ordinal, None)
         if self._count:
-            self._dot[: self._count] += self._maps[: self._count, ordinal] @ row
+            self._dot[: self._count] += self._maps[ordinal, : self._count] @ row
         if ordinal == self._layers - 1:
             self._keep(token)
             self._token = None
@@ -144,7 +145,7 @@ class ExpertMapPredictor:
         if target < self._layers:
             alike = self._along(ordinal)
             best = int(alike.argmax())
-            token.found[target] = self._wanted(self._maps[best, target], float(alike[best]))
+            token.found[target] = self._wanted(self._maps[target, best], float(alike[best]))
         return self._ordered(ordinal)
 
     def end_request(self, key: object) -> None:
@@ -155,7 +156,9 @@ class ExpertMapPredictor:
         """Cosine of the layers so far with the same layers of each map, ``[entries]`` (equation 5)."""
         assert self._token is not None
         own = np.float32(np.sqrt(self._token.norm) or 1)
-        found = self._dot[: self._count] / np.maximum(self._norms[: self._count, ordinal] * own, _LEAST)
+        found: Floats = self._dot[: self._count] / np.maximum(
+            self._norms[ordinal, : self._count] * own, _LEAST
+        )
         return found.astype(np.float32, copy=False)
 
     def _by_meaning(self, token: int) -> tuple[int, float]:
@@ -231,7 +234,7 @@ class ExpertMapPredictor:
         if token.norm <= 0:
             return
         if self._count < self._options.entries:
-            if self._count == len(self._maps):
+            if self._count == len(self._ids):
                 self._make_room(min(2 * self._count, self._options.entries))
             at = self._count
             self._count += 1
@@ -257,15 +260,15 @@ class ExpertMapPredictor:
         return found
 
     def _put(self, at: int, token: int, rows: Floats) -> None:
-        self._maps[at] = rows
-        self._norms[at] = np.sqrt(np.cumsum((rows**2).sum(axis=1)))
+        self._maps[:, at] = rows
+        self._norms[:, at] = np.sqrt(np.cumsum((rows**2).sum(axis=1)))
         self._ids[at] = token
         if token >= 0:
             self._newest[token] = at
         vector = self._unit(token)
         if vector is not None and self._width == 0:
             self._width = len(vector)
-            self._embeddings = np.zeros((len(self._maps), self._width), dtype=np.float32)
+            self._embeddings = np.zeros((len(self._ids), self._width), dtype=np.float32)
         if self._width:
             self._embeddings[at] = 0 if vector is None else vector
 
@@ -275,7 +278,7 @@ class ExpertMapPredictor:
         Not the tokens: in their order their ids are the text of answers. So kept maps are found by their
         distributions alone.
         """
-        return {"maps": self._maps[: self._count].astype(np.float16)}
+        return {"maps": self._maps[:, : self._count].swapaxes(0, 1).astype(np.float16, order="C")}
 
     def learn(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """See :class:`RequestPredictor`."""
@@ -286,20 +289,22 @@ class ExpertMapPredictor:
         if not np.isfinite(maps).all() or (maps < 0).any() or (maps.sum(axis=2) > 1.05).any():
             raise ValueError("a row of maps is no distribution")
         for rows in maps[-self._options.entries :]:
-            if self._count == len(self._maps):
+            if self._count == len(self._ids):
                 self._make_room(min(2 * self._count, self._options.entries))
             self._count += 1
             self._put(self._count - 1, -1, rows)
 
     def _make_room(self, room: int) -> None:
-        def grown(name: str, shape: tuple[int, ...], kind: type) -> npt.NDArray[Any]:
-            larger: npt.NDArray[Any] = np.zeros((room, *shape), dtype=kind)
+        def grown(name: str, *, before: int | None = None, after: int | None = None, kind: type) -> Any:
+            shape = [size for size in (before, room, after) if size is not None]
+            larger: npt.NDArray[Any] = np.zeros(shape, dtype=kind)
             if self._count:
-                larger[: self._count] = getattr(self, name)[: self._count]
+                known = (slice(None),) * (before is not None) + (slice(self._count),)
+                larger[known] = getattr(self, name)[known]
             return larger
 
-        self._maps = grown("_maps", (self._layers, self._experts), np.float32)
-        self._norms = grown("_norms", (self._layers,), np.float32)
-        self._ids = grown("_ids", (), np.int32)
-        self._dot = grown("_dot", (), np.float32)
-        self._embeddings = grown("_embeddings", (self._width,), np.float32)
+        self._maps = grown("_maps", before=self._layers, after=self._experts, kind=np.float32)
+        self._norms = grown("_norms", before=self._layers, kind=np.float32)
+        self._ids = grown("_ids", kind=np.int32)
+        self._dot = grown("_dot", kind=np.float32)
+        self._embeddings = grown("_embeddings", after=self._width, kind=np.float32)

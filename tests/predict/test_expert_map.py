@@ -131,7 +131,7 @@ def test_the_search_is_the_one_of_the_equations(data: st.DataObject) -> None:
         play(predictor, -1, rng.dirichlet(np.ones(experts), size=layers).astype(np.float32))
     kept = predictor.arrays()["maps"].astype(np.float64)
     assert len(kept) <= entries
-    exact = predictor._maps[: predictor.entries].astype(np.float64)
+    exact = predictor._maps[:, : predictor.entries].swapaxes(0, 1).astype(np.float64)
     assert np.abs(exact - kept).max() < 1e-3
     rows = rng.dirichlet(np.ones(experts), size=layers).astype(np.float32)
     predictor.begin_pass("request", -1)

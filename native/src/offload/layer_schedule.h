@@ -60,8 +60,9 @@ class LinkError : public std::runtime_error {
 // The same for a record that does not have its checksum, read twice: the file is damaged.
 class DamagedRecordError : public LinkError {
  public:
-  DamagedRecordError(const std::string& what, std::int32_t layer, std::int32_t expert, std::int32_t block)
-      : LinkError(what), layer(layer), expert(expert), block(block) {}
+  DamagedRecordError(const std::string& what, std::int32_t of_layer, std::int32_t of_expert,
+                     std::int32_t number)
+      : LinkError(what), layer(of_layer), expert(of_expert), block(number) {}
   const std::int32_t layer;  // number among the expert layers
   const std::int32_t expert;
   const std::int32_t block;

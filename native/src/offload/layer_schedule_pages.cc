@@ -137,8 +137,8 @@ std::int64_t LayerSchedule::preload(const std::vector<std::pair<std::int32_t, st
   if (active_) return 0;
   if (!link_->failure().empty()) return all;
   std::size_t given = 0, trimmed = 0;  // of `replaceable`; of `experts`, from the end
-  const auto wanted_of = [&](std::int32_t layer) {
-    const LayerTarget& target = cache_.targets()[at(layer)];
+  const auto wanted_of = [&](std::int32_t of) {
+    const LayerTarget& target = cache_.targets()[at(of)];
     return !to_targets ? options_.blocks : target.experts > 0 ? target.blocks : 0;
   };
   for (std::int64_t done = 0; done < all; ++done) {
