@@ -36,8 +36,8 @@ bool pattern_is_finite(std::uint16_t pattern, bool fp16) {
   return (pattern & exponent) != exponent;
 }
 
-// Whether all of `count` words of two patterns are finite: adding one to the lowest bit of the exponent carries
-// into the sign only where all of its bits are set.
+// Whether all of `count` words of two patterns are finite: adding one to the lowest bit of the exponent
+// carries into the sign only where all of its bits are set.
 bool words_are_finite(const unsigned char* words, std::int64_t count, bool fp16) {
   const std::uint32_t exponents = fp16 ? 0x7c007c00u : 0x7f807f80u;
   const std::uint32_t lowest = fp16 ? 0x04000400u : 0x00800080u;
