@@ -541,8 +541,8 @@ def test_files_that_are_not_configurations_are_refused(tmp_path: Path) -> None:
     [
         (None, "model_type"),
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"hidden_size": -64}, "cannot|can be built"),
-        ({"hidden_size": "large"}, "not understood"),
+        ({"hidden_size": -64}, "hidden_size is -64, less than 0"),
+        ({"hidden_size": "large"}, "hidden_size is 'large', not a whole number"),
         ({"num_experts_per_tok": 99}, "99 experts per token of 8"),
         ({"num_experts_per_tok": 0}, "0 experts per token of 8"),
         ({"moe_intermediate_size": 0}, "intermediate_size is 0"),
@@ -560,7 +560,7 @@ def test_the_error_for_a_broken_configuration_has_a_hint(
         with pytest.raises(UnsupportedModelError, match=reason) as caught:
             moechat.plan(name, profile=desktop())
         assert "compare" in str(caught.value.hint)
-        assert "config.json" in str(caught.value.hint)
+        assert "config.json" in f"{caught.value} {caught.value.hint}"
 
 
 def test_every_system_can_be_planned(small: Path) -> None:
