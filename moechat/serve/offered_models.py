@@ -42,7 +42,7 @@ class OfferedModels:
         only: The one model or preset, as the user named it; ``None``: all of the library, the demo, and all
             presets.
         options: Keyword arguments of ``moechat.load``.
-        loaded: Called with each model that is loaded.
+        ready: Called with each model that was loaded, once requests for it are answered.
         presets: The user's presets by name.
     """
 
@@ -50,14 +50,14 @@ class OfferedModels:
         self,
         only: str | None,
         options: dict[str, Any],
-        loaded: Callable[[Engine], None] = lambda _: None,
+        ready: Callable[[Engine], None] = lambda _: None,
         presets: Mapping[str, OfferedPreset] | None = None,
     ) -> None:
         self._only = only
         self._presets = presets or {}
         self._options = options
         self._shown = "" if only is None or only in self._presets else self._name_of(only)
-        self._loaded = loaded
+        self._ready = ready
 
     def names(self) -> list[str]:
         """Names for clients, the first one first."""
@@ -119,5 +119,8 @@ class OfferedModels:
         except UsageError as error:
             # Wrong options of the server are no fault of the client.
             raise MoechatError(str(error), hint=error.hint) from error
-        self._loaded(engine)
         return engine
+
+    def note_ready(self, engine: Engine) -> None:
+        """Tell that requests for a model are answered."""
+        self._ready(engine)

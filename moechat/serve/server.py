@@ -94,6 +94,7 @@ class Server:
             counters=self._counters,
             on_failed=self._on_failed,
             on_loaded=self._engine_routes.note_loaded,
+            on_ready=models.note_ready,
             on_pause=self._feed.on_pause,
         )
         self._feed.attach(self.worker, self.worker.wake)

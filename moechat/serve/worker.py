@@ -71,6 +71,7 @@ class Worker:
         on_failed: Called in the thread when the model of :meth:`start` cannot be loaded, or an error ends the
             thread.
         on_loaded: Called in the thread with each model that was loaded, and its name.
+        on_ready: Called in the thread with each model that was loaded, once requests for it are answered.
         on_pause: Called in the thread between tokens and parts of prompts, while a model is loaded, and about
             once a second without work: the engine may be looked at then. Returns the seconds after which it
             wants to be called again though there is no work; ``None``: at the next occasion.
@@ -97,6 +98,7 @@ class Worker:
         counters: Counters,
         on_failed: Callable[[Exception], None],
         on_loaded: Callable[[str, Engine], None] = lambda _name, _engine: None,
+        on_ready: Callable[[Engine], None] = lambda _: None,
         on_pause: Callable[[Worker], float | None] = lambda _: None,
     ) -> None:
         self.loaded = ""
@@ -113,6 +115,7 @@ class Worker:
         self._counters = counters
         self._on_failed = on_failed
         self._on_loaded = on_loaded
+        self._on_ready = on_ready
         self._on_pause = on_pause
         self._first: str | None = None
         self._pause_s: float | None = None
@@ -346,6 +349,8 @@ class Worker:
         self._on_loaded(name, self._engine)
         self.loaded = name
         self._counters.loaded(self._engine)
+        self.starting = False
+        self._on_ready(self._engine)
         return self._engine
 
     def _unload(self) -> None:

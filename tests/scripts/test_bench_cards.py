@@ -100,7 +100,7 @@ def test_where_experts_are_seldom_uploaded_most_layers_have_no_second_launch(fou
     assert 100 * (max(each["times"]) / min(each["times"]) - 1) < SPREAD
     engine, simulated = each["engine"], each["simulated"]
     assert engine["fetched_demand"] == pytest.approx(simulated["fetched_demand"], rel=0.05)
-    assert engine["blocks_far"] > 5 * engine["fetched_demand"] > 0
+    assert engine["blocks_far"] > 10 * engine["fetched_demand"] > 0
     # One over resident blocks and the sum for each layer; one more where an expert comes, in one batch.
     launches, uploads = (each["counts"][name] / each["tokens"] for name in ("launches", "batches"))
     assert uploads < 0.5 * each["layers"]

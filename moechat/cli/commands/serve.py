@@ -50,9 +50,8 @@ def serve(options: ServeCommand) -> int:
 
     def loaded(engine: Engine) -> None:
         if not options.quiet:
-            notices = engine.notices()  # before the first one says that requests are answered
             print_notice(f"{engine.name} is ready, {engine.context_length} tokens of context")
-            for notice in notices:
+            for notice in engine.notices():
                 print_notice(notice)
 
     only = options.preset or options.model

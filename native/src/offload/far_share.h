@@ -51,7 +51,7 @@ class FarShare {
   // is 1 where an expert is needed at the next token, and the less the longer it will not be. The difference
   // of two forecasts is about what the upload saves, and so decides better than the ratio of their odds,
   // which is large for two experts that are both hardly used.
-  static constexpr double kMuch = 0.3;
+  static constexpr double kMuch = 0.4;
   static constexpr double kVeryMuch = 0.8;
   // Whether an expert is worth the upload in place of another one. Comparable keys (log-odds) of both.
   static bool worth_upload(Miss miss, double key, double replaced) {
