@@ -29,7 +29,8 @@ _PROMPTS = (
 _TOKENS = 16
 _SPARE_BYTES = 16 << 20  # of growth between the second and the last quarter
 _PATIENCE_S = 60.0
-_SHORT_S = 1.0
+# The threads of a new process begin one after the other: in less time they would seem to grow.
+_SHORT_S = 6.0
 _SAMPLE_S = 0.05
 
 

@@ -108,9 +108,13 @@ def test_a_circle_of_links_is_no_endless_loop(tmp_path: Path) -> None:
 
 
 def a_socket(path: Path) -> None:
-    # The names of sockets are short, so it is made elsewhere.
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path.parent / "s"))
+    # The addresses of sockets are short, so it is made by a name that leads through a descriptor.
+    directory = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{directory}/s")
+    finally:
+        os.close(directory)
     (path.parent / "s").rename(path)
 
 
