@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat.configurator.costs import Costs
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import COMPUTED_FAR, CacheSettings
 
 Floats = npt.NDArray[np.float64]
 # Replace 0 and infinity, which would lead to NaN.
@@ -121,7 +121,7 @@ class EngineModel:
         """See :class:`EngineModel`."""
         costs = self.costs
         missing = np.maximum(self.top_k - loaded, 0.0)
-        if self.miss not in ("fetch", "both"):
+        if self.miss in COMPUTED_FAR:
             done, busy = missing * costs.compute_far, np.zeros_like(missing)
         else:
             compute = costs.moe / self.top_k

@@ -7,8 +7,9 @@ import numpy as np
 from moechat import _native
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.exposure import EngineModel, LayerModel
+from moechat.configurator.systems import COMPUTED_FAR
 
-_MISS = {"fetch": 1, "compute": 2, "both": 3, "cpu": 2, "seldom": 2, "stay": 2}
+_MISS: dict[str, int] = {"fetch": 1, "both": 3, **dict.fromkeys(COMPUTED_FAR, 2)}
 
 
 def native_plan(curves: RoutingCurves, model: LayerModel) -> _native.LayerPlan:

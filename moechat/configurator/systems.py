@@ -36,6 +36,8 @@ Match = Literal["prefix", "full"]
 # Most layers ahead that anything predicts.
 MOST_LOOKAHEAD = 8
 Miss = Literal["fetch", "compute", "both", "cpu", "seldom", "stay"]
+# The far tier computes what is missing, and the link seldom or never brings it.
+COMPUTED_FAR: frozenset[Miss] = frozenset({"compute", "cpu", "seldom", "stay"})
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,6 @@ class CacheSettings:
     def adaptive_experts(self, top_k: int) -> float:
         """Experts that an adaptive step fetches for a layer; 0: the step is not adaptive."""
         return float(self.ranked_experts(top_k)) if self.prefetch == "adaptive" else 0.0
-
-    @property
-    def computes_missing(self) -> bool:
-        """Whether the far tier computes what is missing, and the link seldom or never brings it."""
-        return self.miss in ("compute", "cpu", "seldom", "stay")
 
     @property
     def loads_most_used(self) -> bool:

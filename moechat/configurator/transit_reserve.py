@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import COMPUTED_FAR, CacheSettings
 from moechat.configurator.uniform import same_for_all
 from moechat.geometry import ExpertGeometry
 
@@ -59,7 +59,7 @@ def uniform_targets(
     Returns:
         int32 ``[layers, 2]``: experts kept and blocks kept of each; and the reserve in pages.
     """
-    if far_computes and settings.computes_missing and settings.prefetch == "none":
+    if far_computes and settings.miss in COMPUTED_FAR and settings.prefetch == "none":
         reserve = 1  # nothing is ever in transit
     else:
         reserve = max(1, min(int(_RESERVED_SHARE * in_transit(geometry, top_k, settings)), pages // 2))

@@ -38,7 +38,7 @@ from typing import Any
 LENGTH = struct.Struct("<cQ")  # of a reply; requests have only the number
 REQUEST = struct.Struct("<Q")
 _MOST_OF_AN_ERROR = 2000
-_STEPS_OF_A_CALL = 4  # of a macro, by the time that it takes beside a turn of a loop
+_STEPS_OF_A_CALL = 4  # calling a macro takes about as long as four iterations of a loop
 _STEP = "a step"  # a filter, which costs less than a call; no template can write its name
 _ENCODINGS = (
     *("ascii", "latin-1", "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"),

@@ -72,7 +72,7 @@ class StopSwitch:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Wake whoever waits for bytes of a connection; nothing more comes."""
+    """Shut a connection down: threads that wait for its bytes return at once."""
     # close() does not wake a reader, and SSLSocket.shutdown() drops the state that the reader still needs.
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -115,7 +115,7 @@ def read_generation_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def require_tokenizer_files(directory: Path) -> None:
-    """Check the files beside a tokenizer that transformers reads in Python, and chat templates.
+    """Check ``tokenizer_config.json`` and its like, and chat templates, before transformers reads them.
 
     Raises:
         UnsupportedModelError: One is too large, no JSON object, not UTF-8, or has a value of another type

@@ -78,10 +78,10 @@ class ExpertMapPredictor:
 
     needs_gates = True
 
-    # Invariants: columns [0, entries) of _maps [layers, room, experts] and _norms [layers, room], and rows of
-    # _ids, are the store: what one layer is compared with lies together. Of _embeddings, rows that are
-    # known: the others are 0. _newest[id] is the newest row with that id. _dot[n] is the product of the
-    # running token's layers with map n.
+    # Invariants: entries [0, entries) of _maps [layers, room, experts], _norms [layers, room] and _ids [room]
+    # are the store, so that what one layer is compared with lies together. Of _embeddings [room, hidden]
+    # those that are known; the others are 0. _newest[id] is the newest entry with that id. _dot[n] is the
+    # product of the running token's layers with map n.
     def __init__(
         self,
         layers: int,
@@ -295,16 +295,15 @@ class ExpertMapPredictor:
             self._put(self._count - 1, -1, rows)
 
     def _make_room(self, room: int) -> None:
-        def grown(name: str, *, before: int | None = None, after: int | None = None, kind: type) -> Any:
-            shape = [size for size in (before, room, after) if size is not None]
+        def grown(name: str, shape: tuple[int, ...], kind: type, *, axis: int = 0) -> Any:
             larger: npt.NDArray[Any] = np.zeros(shape, dtype=kind)
             if self._count:
-                known = (slice(None),) * (before is not None) + (slice(self._count),)
+                known = (slice(None),) * axis + (slice(self._count),)
                 larger[known] = getattr(self, name)[known]
             return larger
 
-        self._maps = grown("_maps", before=self._layers, after=self._experts, kind=np.float32)
-        self._norms = grown("_norms", before=self._layers, kind=np.float32)
-        self._ids = grown("_ids", kind=np.int32)
-        self._dot = grown("_dot", kind=np.float32)
-        self._embeddings = grown("_embeddings", after=self._width, kind=np.float32)
+        self._maps = grown("_maps", (self._layers, room, self._experts), np.float32, axis=1)
+        self._norms = grown("_norms", (self._layers, room), np.float32, axis=1)
+        self._ids = grown("_ids", (room,), np.int32)
+        self._dot = grown("_dot", (room,), np.float32)
+        self._embeddings = grown("_embeddings", (room, self._width), np.float32)

@@ -1,10 +1,9 @@
 """Verifies the files of a loaded store again, while the program waits for its user.
 
-Media can change bytes that nobody has written. Records that a link reads are compared with their checksums
-each time; what is mapped is not, so its files are read again here: those that were not looked at for a day,
-by any process. Of other files it is done when their verification has expired. The pass takes one thread of
-the lowest priority, which reads piece by piece into one buffer and ends within a piece when work comes; the
-next wait goes on where it was.
+A disk can return other bytes than were written to it. Records that a link reads are compared with their
+checksums at each read. Mapped files are not, so they are hashed again here, those that no process has hashed
+for a day; other files when their verification has expired. One thread of the lowest priority reads piece by
+piece into one buffer. It stops after the piece at hand when work comes, and goes on at the next wait.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,9 @@ class Injected(Phase):
         self._kills = kills
         self.home = scene.work / f"home-{name}"
 
+    @abstractmethod
     def prepare(self) -> Run:
         """The run; made once."""
-        raise NotImplementedError
 
     def start(self, run: Run) -> Ran:
         """Run the program."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -109,9 +110,9 @@ class Soak(Phase):
                 log.seek(0)
                 return Outcome(f"{type(error).__name__}: {error}"[:120], log.read()[-2000:])
 
+    @abstractmethod
     def answer(self, seconds: float, generator: random.Random, log: IO[str]) -> Outcome:
         """Let it answer; ``log`` is its standard error."""
-        raise NotImplementedError
 
 
 class Prompts(Soak):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from preloaded_shim import built_shim
 
 SHIM = """\
 #define _GNU_SOURCE
@@ -151,12 +150,7 @@ REFUSALS = {
 
 
 def test_a_refused_file_of_experts_is_named_with_a_next_step(chat_model: Path, tmp_path: Path) -> None:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    (tmp_path / "shim.c").write_text(SHIM)
-    shim = tmp_path / "shim.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
+    shim = built_shim(SHIM, tmp_path)
     extra = {"LD_PRELOAD": str(shim), "PART": "experts-0", "ARMED": str(tmp_path / "armed")}
     extra |= {"FAIL": "", "NUMBER": "0"}
     found = outcomes(chat_model, tmp_path / "home", "shim", list(REFUSALS), extra)

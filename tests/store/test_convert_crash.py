@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ BITS = 4
 def run(source: Path, destination: Path, **options: Any) -> Store:
     checkpoint = Checkpoint.open(source)
     return convert(checkpoint, mixtral_plan(checkpoint), destination, bits=BITS, source_name="x", **options)
+
+
+def interrupt_at(place: str) -> Callable[[ConvertProgress], None]:
+    """Progress of a conversion that ends it, as Ctrl-C does, at a stage or a detail such as ``layer 2``."""
+
+    def report(event: ConvertProgress) -> None:
+        if event.stage == place or event.detail.startswith(place):
+            raise KeyboardInterrupt
+
+    return report
 
 
 def child(source: Path, destination: Path, *options: str, check: bool = True) -> dict[str, Any]:
@@ -128,12 +139,8 @@ def test_repeated_kills_at_random_times_end_in_the_same_store(
 def test_a_resumed_run_does_not_repeat_finished_layers(mixtral: Path, library: Path) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 2"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("layer 2"))
     assert not destination.exists()
     assert not lock_path(destination).exists()
     assert not list(workspace_path(destination).rglob("*.tmp"))
@@ -153,12 +160,8 @@ def test_a_finished_file_that_was_damaged_is_written_again(
 ) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 1"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("layer 1"))
     victim = workspace_path(destination) / "store" / "experts-00000.safetensors"
     if damage == "flip":
         content = bytearray(victim.read_bytes())
@@ -178,12 +181,8 @@ def test_an_unreadable_journal_restarts_the_conversion(
 ) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.stage == "experts":
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("experts"))
     path = workspace_path(destination) / "journal.json"
     path.unlink()
     if journal is not None:
@@ -198,12 +197,8 @@ def test_unlisted_files_in_the_work_directory_are_not_published(
 ) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 1"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("layer 1"))
     inside = workspace_path(destination) / "store"
     (inside / "experts-00001.safetensors.tmp").write_bytes(b"half")
     (inside / "experts-00001.safetensors").write_bytes(b"not recorded")
@@ -215,12 +210,8 @@ def test_unlisted_files_in_the_work_directory_are_not_published(
 
 
 def test_another_quantizer_does_not_continue_the_work_of_the_first(mixtral: Path, library: Path) -> None:
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 1"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, library / "m", quantizer="hqq", progress=interrupt)
+        run(mixtral, library / "m", quantizer="hqq", progress=interrupt_at("layer 1"))
     run(mixtral, library / "m", quantizer="native")
     run(mixtral, library / "fresh", quantizer="native")
     assert tree(library / "m") == tree(library / "fresh")
@@ -229,12 +220,8 @@ def test_another_quantizer_does_not_continue_the_work_of_the_first(mixtral: Path
 def test_a_source_that_changed_between_two_runs_restarts_the_conversion(mixtral: Path, library: Path) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 2"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("layer 2"))
     write_mixtral(mixtral, shards=3, layers=3, experts=3, hidden=64, intermediate=128, dtype="F32", seed=1)
     events: list[ConvertProgress] = []
     run(mixtral, destination, progress=events.append)
@@ -265,13 +252,14 @@ def test_another_bit_width_in_the_work_directory_is_not_mixed_in(mixtral: Path, 
     destination = library / "m"
     checkpoint = Checkpoint.open(mixtral)
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 1"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         convert(
-            checkpoint, mixtral_plan(checkpoint), destination, bits=8, source_name="x", progress=interrupt
+            checkpoint,
+            mixtral_plan(checkpoint),
+            destination,
+            bits=8,
+            source_name="x",
+            progress=interrupt_at("layer 1"),
         )
     store = run(mixtral, destination)
     store.verify()
@@ -297,12 +285,8 @@ def test_finished_files_of_an_interrupted_run_need_no_more_space(
     store = run(mixtral, library / "whole")
     layer = (store.path / "experts-00000.safetensors").stat().st_size
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 2"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, library / "m", progress=interrupt)
+        run(mixtral, library / "m", progress=interrupt_at("layer 2"))
     slack = 1 << 20
     monkeypatch.setattr(workspace.shutil, "disk_usage", lambda _: Usage(1 << 40, 0, layer + slack - 1))
     with pytest.raises(DoesNotFitError):
@@ -424,12 +408,8 @@ def test_what_a_failing_disk_kept_is_removed_when_the_store_is_used(
 def test_work_that_can_go_on_and_that_of_others_is_kept(mixtral: Path, library: Path) -> None:
     destination = library / "m"
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.detail.startswith("layer 2"):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, destination, progress=interrupt)
+        run(mixtral, destination, progress=interrupt_at("layer 2"))
     remove_stale_leftovers(destination)
     assert (workspace_path(destination) / "store").is_dir()
     shutil.rmtree(workspace_path(destination))
@@ -604,12 +584,8 @@ def test_an_old_store_stays_until_the_new_one_is_complete(mixtral: Path, library
     old = tree(library / "m")
     write_mixtral(mixtral, shards=3, layers=3, experts=3, hidden=64, intermediate=128, dtype="F32", seed=2)
 
-    def interrupt(event: ConvertProgress) -> None:
-        if event.stage == "finishing":
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(mixtral, library / "m", progress=interrupt)
+        run(mixtral, library / "m", progress=interrupt_at("finishing"))
     assert tree(library / "m") == old
     removal_path(library / "m").mkdir()  # as a kill during an earlier replacement leaves it
     (removal_path(library / "m") / "rest").write_bytes(b"x")

@@ -184,7 +184,7 @@ def _repair(
 
     source = command.source or _checkpoint_of(command.model)
     notice = (lambda _text: None) if command.quiet else progress.notice
-    # A link in the library stays one: what it points to is repaired.
+    # Where the library has a symbolic link, its target is repaired and the link is kept.
     done = repair(
         entry.path.resolve(), damaged, source=source, paths=paths, agree=agree, report=progress, notice=notice
     )
