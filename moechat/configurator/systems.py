@@ -192,10 +192,10 @@ class CacheSettings:
         """
         if not self.queues:
             return 0
-        entry = layers * (experts + 1) + (hidden if self.prefetch == "expert-map" else 0)
-        # Half as much again: arrays grow by a copy into larger ones, and a file is written from a copy in
-        # float16.
-        return self.entries * entry * 4 * 3 // 2
+        # Arrays grow by a copy into larger ones, one at a time, and a file is written from a copy in float16.
+        if self.prefetch == "eamc":  # float32, twice, and half of one more or that copy
+            return self.entries * layers * (experts + 1) * 10
+        return self.entries * (layers * (experts + 2) + hidden) * 4  # float16, and that copy
 
     @property
     def looks_up(self) -> bool:

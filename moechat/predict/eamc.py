@@ -23,6 +23,9 @@ from moechat.validation import require_choice, require_whole
 Match = Literal["prefix", "full"]
 # Matches whose similarity differs from the best by no more count as equal: sums of float32.
 _TIE = 1e-6
+# Share of the last priority of a queue that the next one tries first.
+_ALIKE = np.float32(0.9)
+_NONE = np.zeros(0, dtype=np.intp)
 _FIRST_ROOM = 16
 _MOST_ENTRIES = 100_000
 
@@ -68,8 +71,10 @@ class EamcPredictor:
 
     needs_gates = False
 
-    # Invariants: columns [0, entries) of _rows, _prefix and _total are the collection; each matrix is scaled
-    # so that a row of it sums to 1. _dot[n] is the product of the running token's layers with entry n.
+    # Invariants: columns [0, entries) of _rows, _prefix and _scale are the collection; each matrix is scaled
+    # so that a row of it sums to 1. _matrices[n] is the same matrix as _rows[:, :, n]: products read one
+    # expert of all entries, a match reads one entry whole, and each lies together. _dot[n] is the product of
+    # the running token's layers with entry n. _least is the last priority of the queue before.
     def __init__(self, layers: int, experts: int, options: EamcOptions | None = None) -> None:
         self._layers, self._experts = layers, experts
         self._options = options or EamcOptions()
@@ -78,8 +83,9 @@ class EamcPredictor:
         self._requests: dict[object, _Request] = {}
         self._running: _Request | None = None
         self._chosen = 0  # experts of the running token so far
+        self._least = np.float32(0)
         # Decay of the priority with the distance, [layers, 1]: 1 - (i - l) / L.
-        self._decay = (1 - np.arange(layers, dtype=np.float32) / layers)[:, None]
+        self._decay: Floats = (1 - np.arange(layers) / layers).astype(np.float32)[:, None]
 
     @property
     def entries(self) -> int:
@@ -127,24 +133,34 @@ class EamcPredictor:
             return None
         alike = self.similarity(ordinal)
         matches = np.flatnonzero(alike >= alike.max() - _TIE)
+        shares: Floats
         if len(matches) == 1:
-            shares = self._rows[first:, :, matches[0]]
+            shares = self._matrices[matches[0], first:]
         else:
-            weights = self._scale[matches]
-            shares = self._rows[first:, :, matches] @ (weights / weights.sum())
-        priority = (shares * self._decay[1 : self._layers - ordinal]).reshape(-1)
-        # The least priority that is queued: twice as fast by values as by places.
-        least = 0.0
-        if len(priority) > MOST_QUEUED:
-            least = np.partition(priority, -MOST_QUEUED)[-MOST_QUEUED]
-        wanted = np.flatnonzero(priority >= least if least > 0 else priority)
-        wanted = wanted[np.argsort(-priority[wanted], kind="stable")][:MOST_QUEUED]
+            weights = self._scale[matches] / self._scale[matches].sum()
+            shares = (self._matrices[matches, first:] * weights[:, None, None]).sum(axis=0)
+        priority: Floats = (shares * self._decay[1 : self._layers - ordinal]).reshape(-1)
+        wanted = self._most_urgent(priority)
         layers, experts = np.divmod(wanted, self._experts)
         return AheadQueue(
             (layers + first).astype(np.int32),
             experts.astype(np.int32),
             shares.reshape(-1)[wanted].astype(np.float32),
         )
+
+    def _most_urgent(self, priority: Floats) -> npt.NDArray[np.intp]:
+        """Places of the highest priorities, in their order."""
+        # Queues of successive layers are alike, so few places are above what the last one ended with.
+        wanted = np.flatnonzero(priority >= _ALIKE * self._least) if self._least > 0 else _NONE
+        if len(wanted) < MOST_QUEUED:
+            wanted = np.flatnonzero(priority)
+        if len(wanted) > MOST_QUEUED:
+            # The least priority that is queued: twice as fast by values as by places.
+            some = priority[wanted]
+            wanted = wanted[some >= np.partition(some, -MOST_QUEUED)[-MOST_QUEUED]]
+        wanted = wanted[np.argsort(-priority[wanted], kind="stable")][:MOST_QUEUED]
+        self._least = priority[wanted[-1]] if len(wanted) == MOST_QUEUED else np.float32(0)
+        return wanted
 
     def end_request(self, key: object) -> None:
         """See :class:`RequestPredictor`."""
@@ -168,16 +184,17 @@ class EamcPredictor:
             at = self._count
             self._count += 1
         else:
-            flat = self._rows.reshape(-1, self._rows.shape[2])
-            at = int(np.argmax((matrix.reshape(-1) @ flat)[: self._count] / self._prefix[-1, : self._count]))
+            flat = self._matrices[: self._count].reshape(self._count, -1)
+            at = int(np.argmax((flat @ matrix.reshape(-1)) / self._prefix[-1, : self._count]))
         self._rows[:, :, at] = matrix
+        self._matrices[at] = matrix
         self._prefix[:, at] = np.sqrt(np.cumsum((matrix**2).sum(axis=1)))
         self._scale[at] = total
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """See :class:`RequestPredictor`: float16 ``matrices [layers, experts, n]``, float32 ``scale [n]``."""
         return {
-            "matrices": self._rows[:, :, : self._count].astype(np.float16),
+            "matrices": np.moveaxis(self._matrices[: self._count], 0, 2).astype(np.float16, order="C"),
             "scale": self._scale[: self._count].copy(),
         }
 
@@ -201,6 +218,10 @@ class EamcPredictor:
                 larger[..., : self._count] = getattr(self, name)[..., : self._count]
             return larger
 
+        matrices = np.zeros((room, self._layers, self._experts), dtype=np.float32)
+        if self._count:
+            matrices[: self._count] = self._matrices[: self._count]
+        self._matrices: Floats = matrices
         self._rows: Floats = grown("_rows", (self._layers, self._experts))
         self._prefix: Floats = grown("_prefix", (self._layers,))
         self._scale: Floats = grown("_scale", ())

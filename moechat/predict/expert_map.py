@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moechat import _native
 from moechat.predict.requests import MOST_QUEUED, AheadQueue, Floats, Ints, known_part
 from moechat.validation import require_whole
 
 Embed = Callable[[int], Floats | None]
+Halves = npt.NDArray[np.float16]
 _FIRST_ROOM = 64
 _LEAST = np.float32(1e-12)  # of a norm
 _MOST_ENTRIES = 100_000
@@ -55,13 +57,13 @@ class _Token:
         id: Its id; -1: not known.
         rows: float32 ``[layers, experts]``: the distributions so far.
         norm: Sum of the squares of these.
-        found: Distributions that are predicted for later layers, by layer.
+        found: Experts that are predicted for later layers, and their shares, by layer.
     """
 
     id: int
     rows: Floats
     norm: float = 0.0
-    found: dict[int, Floats] = field(default_factory=dict)
+    found: dict[int, tuple[Ints, Floats]] = field(default_factory=dict)
 
 
 class ExpertMapPredictor:
@@ -80,8 +82,9 @@ class ExpertMapPredictor:
 
     # Invariants: entries [0, entries) of _maps [layers, room, experts], _norms [layers, room] and _ids [room]
     # are the store, so that what one layer is compared with lies together. Of _embeddings [room, hidden]
-    # those that are known; the others are 0. _newest[id] is the newest entry with that id. _dot[n] is the
-    # product of the running token's layers with map n.
+    # those that are known; the others are 0. Maps and embeddings are float16, as they are kept: reading them
+    # takes most of the time. _newest[id] is the newest entry with that id. _dot[n] is the product of the
+    # running token's layers with map n.
     def __init__(
         self,
         layers: int,
@@ -119,7 +122,7 @@ class ExpertMapPredictor:
         if best < 0:
             return None
         for layer in range(min(self._distance, self._layers)):
-            self._token.found[layer] = self._wanted(self._maps[layer, best], score)
+            self._token.found[layer] = self._wanted(layer, best, score)
         return self._ordered(-1)
 
     def observe(self, ordinal: int, chosen: Ints, gates: Floats | None) -> None:
@@ -132,7 +135,7 @@ class ExpertMapPredictor:
         token.norm += float(row @ row)
         token.found.pop(ordinal, None)
         if self._count:
-            self._dot[: self._count] += self._maps[ordinal, : self._count] @ row
+            self._dot[: self._count] += _products(self._maps[ordinal, : self._count], row)
         if ordinal == self._layers - 1:
             self._keep(token)
             self._token = None
@@ -145,7 +148,7 @@ class ExpertMapPredictor:
         if target < self._layers:
             alike = self._along(ordinal)
             best = int(alike.argmax())
-            token.found[target] = self._wanted(self._maps[target, best], float(alike[best]))
+            token.found[target] = self._wanted(target, best, float(alike[best]))
         return self._ordered(ordinal)
 
     def end_request(self, key: object) -> None:
@@ -180,8 +183,7 @@ class ExpertMapPredictor:
         vector = self._unit(token)
         if vector is None or self._width == 0:
             return None
-        found: Floats = self._embeddings[: self._count] @ vector
-        return found
+        return _products(self._embeddings[: self._count], vector)
 
     def _unit(self, token: int) -> Floats | None:
         vector = self._embed(token) if token >= 0 else None
@@ -193,18 +195,17 @@ class ExpertMapPredictor:
         found: Floats = (vector / length).astype(np.float32)
         return found
 
-    def _wanted(self, row: Floats, score: float) -> Floats:
-        """The part of a map's row that is fetched: its best experts until their shares add up to ``1 -
-        score``, and at least K (equations 6 to 8). The others are 0.
+    def _wanted(self, layer: int, entry: int, score: float) -> tuple[Ints, Floats]:
+        """What is fetched by a map's row: its best experts until their shares add up to ``1 - score``, and at
+        least K (equations 6 to 8), and these shares. None has a share of 0.
         """
         threshold = min(1.0, max(0.0, 1.0 - score))
+        row = self._maps[layer, entry].astype(np.float32)
         order = np.argsort(-row, kind="stable")
-        share = np.cumsum(row[order])
-        count = max(self._top_k, int(np.searchsorted(share, threshold)) + 1)
-        kept = np.zeros_like(row)
-        best = order[:count]
-        kept[best] = row[best]
-        return kept
+        shares = row[order]
+        count = max(self._top_k, int(np.searchsorted(np.cumsum(shares), threshold)) + 1)
+        count = min(count, int(np.count_nonzero(row)))
+        return order[:count].astype(np.int32), shares[:count]
 
     def _ordered(self, ordinal: int) -> AheadQueue | None:
         """What is predicted for later layers by p / distance (section 4.3); ``ordinal`` -1: before the first
@@ -216,12 +217,11 @@ class ExpertMapPredictor:
         for layer in sorted(found):
             if layer <= ordinal:
                 continue
-            row = found[layer]
-            named = np.flatnonzero(row)
+            named, shares = found[layer]
             layers.append(np.full(len(named), layer, dtype=np.int32))
-            experts.append(named.astype(np.int32))
-            scores.append(row[named])
-            priority.append(row[named] / (layer - ordinal))
+            experts.append(named)
+            scores.append(shares)
+            priority.append(shares / np.float32(layer - ordinal))
         if not layers:
             return None
         order = np.argsort(-np.concatenate(priority), kind="stable")[:MOST_QUEUED]
@@ -261,14 +261,15 @@ class ExpertMapPredictor:
 
     def _put(self, at: int, token: int, rows: Floats) -> None:
         self._maps[:, at] = rows
-        self._norms[:, at] = np.sqrt(np.cumsum((rows**2).sum(axis=1)))
+        kept = self._maps[:, at].astype(np.float32)
+        self._norms[:, at] = np.sqrt(np.cumsum((kept**2).sum(axis=1)))
         self._ids[at] = token
         if token >= 0:
             self._newest[token] = at
         vector = self._unit(token)
         if vector is not None and self._width == 0:
             self._width = len(vector)
-            self._embeddings = np.zeros((len(self._ids), self._width), dtype=np.float32)
+            self._embeddings = np.zeros((len(self._ids), self._width), dtype=np.float16)
         if self._width:
             self._embeddings[at] = 0 if vector is None else vector
 
@@ -278,7 +279,7 @@ class ExpertMapPredictor:
         Not the tokens: in their order their ids are the text of answers. So kept maps are found by their
         distributions alone.
         """
-        return {"maps": self._maps[:, : self._count].swapaxes(0, 1).astype(np.float16, order="C")}
+        return {"maps": self._maps[:, : self._count].swapaxes(0, 1).copy()}
 
     def learn(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """See :class:`RequestPredictor`."""
@@ -302,8 +303,17 @@ class ExpertMapPredictor:
                 larger[known] = getattr(self, name)[known]
             return larger
 
-        self._maps = grown("_maps", (self._layers, room, self._experts), np.float32, axis=1)
+        self._maps = grown("_maps", (self._layers, room, self._experts), np.float16, axis=1)
         self._norms = grown("_norms", (self._layers, room), np.float32, axis=1)
         self._ids = grown("_ids", (room,), np.int32)
         self._dot = grown("_dot", (room,), np.float32)
-        self._embeddings = grown("_embeddings", (room, self._width), np.float32)
+        self._embeddings = grown("_embeddings", (room, self._width), np.float16)
+
+
+def _products(rows: Halves, vector: Floats) -> Floats:
+    """``rows [n, m] @ vector [m]``, float32 ``[n]``."""
+    found = np.empty((1, len(rows)), dtype=np.float32)
+    inputs = np.ascontiguousarray(vector, dtype=np.float32)[None]
+    _native.rows16_forward(rows.view(np.uint16), True, inputs, None, found)
+    products: Floats = found[0]
+    return products
