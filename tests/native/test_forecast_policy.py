@@ -15,6 +15,7 @@ from moechat.routing.trace import Trace
 
 DATA = TESTS / "data"
 HALF_LIVES = (4.0, 64.0, 1000.0)
+PRIOR = (0.1, 0.2, 0.5)
 NEVER = -1e300
 MASK = (1 << 64) - 1
 
@@ -52,6 +53,7 @@ class Plain:
         self.postponed: list[np.ndarray | None] = [None] * layers
         self.steps = np.zeros(layers, int)
         self.passes = np.zeros(layers, int)
+        self.known = np.full(layers, 32.0)
         self.parts = np.zeros((layers, self.size))
         self.means = np.zeros((layers, self.size))
         self.features = np.zeros((layers, self.size))
@@ -69,9 +71,11 @@ class Plain:
         share[chosen] = np.minimum(np.array(tokens) / pass_tokens, 1.0)
         even = share.sum() / self.experts
         for span, half_life in enumerate(HALF_LIVES):
-            left = 2.0 ** (-pass_tokens / half_life)
+            known = self.known[layer]
+            left = min(2.0 ** (-pass_tokens / half_life), known / (known + pass_tokens))
             start = even if self.passes[layer] == 0 else self.rates[layer, span]
             self.rates[layer, span] = start * left + share * (1 - left)
+        self.known[layer] += pass_tokens
         self.passes[layer] = min(self.passes[layer] + 1, 4096)
 
         self.parts[layer] = self.parts[layer] * 0.6**pass_tokens + share @ self.signs[layer]
@@ -84,7 +88,7 @@ class Plain:
         if self.postponed[layer] is not None:
             self.readout[layer] += self.postponed[layer]
             self.postponed[layer] = None
-        odds = (0.5 / 3) * np.log((self.rates[layer] + 0.02) / (even + 0.02)).sum(axis=0)
+        odds = np.array(PRIOR) @ np.log((self.rates[layer] + 0.02) / (even + 0.02))
         learned = features @ self.readout[layer]
         for expert in chosen:
             learned = learned + share[expert] * self.table[layer, expert % self.rows]
@@ -113,7 +117,7 @@ class Plain:
             for span in set(self.spans[layer]):
                 uses = self.idle_uses[layer, span] = min(self.idle_uses[layer, span] + 1, 300)
                 those = error[self.spans[layer] == span]
-                self.idle_odds[layer, span] += those.sum() / (len(those) + 8) / (1 + uses / 100)
+                self.idle_odds[layer, span] += those.sum() / (len(those) + 4) / (1 + uses / 100)
         self.before[layer] = list(chosen) if pass_tokens == 1 else None
         self.features[layer] = features
         self.spans[layer] = spans

@@ -6,7 +6,9 @@
 // is learned token by token by temporal differences (Sutton, 1988), without fitting in advance or storing the
 // past. The key is the log-odds z of the forecast, v = 1 / (1 + exp(-z)), a sum of four parts:
 // 1. How often the expert was chosen recently, over three spans of time: the logarithm of its rates (those of
-//    the policy "blend"), as a prior that needs no learning.
+//    the policy "blend"), as a prior that needs no learning. Long spans count most; short ones matter after
+//    a prompt, whose order is not known. As long as fewer tokens are known than a span has, a rate is the
+//    mean of all of them.
 // 2. What this layer's router just chose: a table [chosen expert, expert] of learned log-odds, initially 0,
 //    that corrects only the error of the other parts. MoE-Infinity (section 5) and FineMoE (section 4) record
 //    joint activations of whole requests; here it is one step of a token and a correction.
@@ -29,7 +31,8 @@
 //
 // On recorded routing (scripts/policy_table) the constants lie on a plateau: halving or doubling any of them
 // changes the share of the gap between LRU and Belady that is closed by at most two points. Only the size of
-// the state matters more: halving it costs up to three points, doubling it gains two.
+// the state matters more: halving it costs up to three points, doubling it gains two. Where routing follows
+// nothing but popularity and the last token, the learned parts are noise: up to one point of hits.
 //
 // Cost: an access reads and writes the layer's readout (at most 8192 numbers up to 512 experts, 4096 of 128)
 // and top_k rows of its table. The two take at most 96 KiB a layer.
@@ -51,7 +54,11 @@ constexpr double kNever = -1e300;
 // Half-lives of the rates in tokens, and the weight of the logarithm of each.
 constexpr int kSpans = 3;
 constexpr double kHalfLives[kSpans] = {4, 64, 1000};
-constexpr float kPrior = 0.5f / kSpans;
+constexpr float kPrior[kSpans] = {0.1f, 0.2f, 0.5f};
+// Tokens that the first rates count for: even ones, or given ones.
+constexpr double kEvenTokens = 32;
+constexpr double kGivenTokens = 256;
+constexpr double kMostKnown = 1e6;
 // Added to a rate, to bound its logarithm for experts that have not been chosen for long.
 constexpr float kFloor = 0.02f;
 constexpr float kGamma = 0.85f;  // discount per token: experts stay for about six tokens between two uses
@@ -73,7 +80,7 @@ constexpr int kIdleSpans = 32;
 constexpr std::int64_t kMostIdle = 255;
 // Experts that the mean error of a span counts besides its own, each with no error: a span of few experts
 // learns little from one token.
-constexpr float kCalmExperts = 8;
+constexpr float kCalmExperts = 4;
 constexpr float kFirstTrust = 0.5f;
 constexpr float kTrustStep = 0.05f;
 
@@ -158,13 +165,13 @@ MOECHAT_INLINE void decay_loop(const Spans& spans, std::int64_t experts) {
 
 // z = the prior, which is 0 for an expert with the constant rate `even`.
 MOECHAT_INLINE void prior_loop(const Spans& spans, float even, float* __restrict z, std::int64_t experts) {
-  static_assert(kSpans == 3, "the product below has three factors");
+  static_assert(kSpans == 3, "the sum below has three terms");
   const float scale = 1 / (even + kFloor);
   for (std::int64_t e = 0; e < experts; ++e) {
     const float a = (spans.rates[0][e] + kFloor) * scale;
     const float b = (spans.rates[1][e] + kFloor) * scale;
     const float c = (spans.rates[2][e] + kFloor) * scale;
-    z[e] = kPrior * log_of(a * b * c);
+    z[e] = (kPrior[0] * log_of(a) + kPrior[1] * log_of(b)) + kPrior[2] * log_of(c);
   }
 }
 
@@ -319,12 +326,17 @@ class Forecast final : public EvictionPolicy {
     for (std::int64_t i = 0; i < count; ++i) even += share(i);
     even /= static_cast<float>(experts_);
 
+    if (layer.known == 0) {
+      std::fill(layer.rates.begin(), layer.rates.end(), even);
+      layer.known = kEvenTokens;
+    }
     Spans spans{};
     for (int span = 0; span < kSpans; ++span) {
       spans.rates[span] = layer.rates.data() + std::int64_t{span} * experts_;
-      spans.left[span] = static_cast<float>(pass_tokens == 1 ? gamma_[span] : std::pow(gamma_[span], pass));
-      if (layer.passes == 0 && !layer.expected) std::fill_n(spans.rates[span], experts_, even);
+      const double left = pass_tokens == 1 ? gamma_[span] : std::pow(gamma_[span], pass);
+      spans.left[span] = static_cast<float>(std::min(left, layer.known / (layer.known + pass)));
     }
+    layer.known = std::min(layer.known + pass, kMostKnown);
     loops_.decay(spans, experts_);
     for (int span = 0; span < kSpans; ++span) {
       for (std::int64_t i = 0; i < count; ++i) {
@@ -369,7 +381,7 @@ class Forecast final : public EvictionPolicy {
   void expect(std::int32_t index, const double* shares) override {
     Layer& layer = layer_[size_of(index)];
     if (layer.passes > 0) return;
-    layer.expected = true;
+    layer.known = kGivenTokens;
     for (std::int32_t expert = 0; expert < experts_; ++expert) {
       const auto share = static_cast<float>(std::clamp(shares[expert], 0.0, 1.0));
       for (int span = 0; span < kSpans; ++span) layer.rates[size_of(span * experts_ + expert)] = share;
@@ -391,7 +403,8 @@ class Forecast final : public EvictionPolicy {
       layer.idle_uses.fill(0);
       layer.steps = layer.passes = 0;
       layer.count = 0;
-      layer.follows = layer.expected = false;
+      layer.follows = false;
+      layer.known = 0;
     }
     std::fill(sum_.begin(), sum_.end(), 0.0f);
   }
@@ -423,7 +436,7 @@ class Forecast final : public EvictionPolicy {
     std::int64_t count = 0;
     std::int32_t steps = 0;   // of the readout, up to a limit
     std::int32_t passes = 0;  // up to a limit
-    bool expected = false;    // the first rates are given
+    double known = 0;         // tokens that the rates are of, up to a limit; 0: none
     bool follows = false;     // the latest pass had one token, so the next one can learn from it
   };
 
