@@ -240,12 +240,26 @@ class Checkpoint:
         """Check that the files on disk are still those that were opened.
 
         Raises:
-            CheckpointError: One was replaced, altered or removed.
+            CheckpointError: One was replaced, altered or removed, or see :meth:`require_readable`.
         """
+        self.require_readable()
         if self._current_fingerprint() != self._fingerprint:
             raise CheckpointError(
                 f"{self.title} has changed since it was opened", hint="run the command again"
             )
+
+    def require_readable(self) -> None:
+        """Check that all that was read of the files was there; zeros were read in place of what was not.
+
+        Raises:
+            CheckpointError: A file became shorter while it was in use, or its disk failed.
+        """
+        for file in self.tensors.files:
+            if (lost := file.lost) is not None:
+                raise CheckpointError(
+                    f"{file.path} could not be read while it was in use: byte {lost} and those behind it",
+                    hint="another program may have cut it short, or the disk that holds it fails (dmesg)",
+                )
 
     def _current_fingerprint(self) -> str:
         files = {CONFIG_FILE: self.path / CONFIG_FILE, **side_files(self.path, documents=False)}

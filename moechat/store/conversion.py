@@ -177,6 +177,7 @@ class Conversion:
             else:
                 self._copy(planned, file.write, advance)
             size, digest = file.commit()
+        self._checkpoint.require_readable()  # else it would count as finished when the conversion goes on
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)
 

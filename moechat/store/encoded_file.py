@@ -201,13 +201,13 @@ class EncodedSafetensors(SafetensorsFile):
     _stored: Mapping[str, TensorEntry]  # as the header has them
 
     @classmethod
-    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError, guarded: bool = False) -> Self:
+    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> Self:
         """See :meth:`SafetensorsFile.open`.
 
         Raises:
             MoechatError: Of class ``error``; also if metadata and tensors contradict each other.
         """
-        file = super().open(path, error=error, guarded=guarded)
+        file = super().open(path, error=error)
         file._stored = file.tensors
         file._encodings = _read_encodings(file.metadata, path, error)
         file._columns = _read_columns(file.metadata, path, error)

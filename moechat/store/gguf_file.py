@@ -7,7 +7,6 @@ these formats are float16 and codes have at most 8 bits.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.encoded_file import decoded_halves, require_halves
 from moechat.store.gguf_changes import Change, Ungroup
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
-from moechat.store.mapped_file import MappedFile, opened_regular, place_of
+from moechat.store.mapped_file import GuardedMapping, MappedFile, opened_regular, place_of
 from moechat.store.safetensors_file import TensorEntry
 
 F32, F16, I32, BF16 = 0, 1, 26, 30
@@ -64,7 +63,9 @@ class GgufFile(MappedFile):
         header: Metadata and tensors.
     """
 
-    def __init__(self, path: Path, header: GgufHeader, mapping: mmap.mmap, status: os.stat_result) -> None:
+    def __init__(
+        self, path: Path, header: GgufHeader, mapping: GuardedMapping, status: os.stat_result
+    ) -> None:
         """Use :meth:`open`."""
         super().__init__(path, mapping, status)
         self.header = header
@@ -79,7 +80,10 @@ class GgufFile(MappedFile):
         with opened_regular(path, CheckpointError) as (descriptor, status):
             if not status.st_size:
                 raise CheckpointError(f"{path} is empty", hint="download or copy the file again")
-            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            try:
+                mapping = GuardedMapping.of(descriptor, status.st_size)
+            except ValueError as problem:  # it has become shorter
+                raise CheckpointError(f"{path} cannot be mapped: {problem}") from problem
         with memoryview(mapping)[:MAX_HEADER_BYTES] as beginning:
             header = parse_gguf_header(beginning, len(mapping), str(path))
         assert header is not None  # None only for the first part of a file
@@ -118,6 +122,11 @@ class GgufView:
         self._file = file
         self._sources = dict(sources)
         self.tensors: Mapping[str, TensorEntry] = entries(file.header, sources)
+
+    @property
+    def lost(self) -> int | None:
+        """See :class:`moechat.store.tensors.TensorFile`."""
+        return self._file.lost
 
     def is_current(self) -> bool:
         """See :meth:`GgufFile.is_current`."""

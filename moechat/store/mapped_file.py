@@ -98,16 +98,21 @@ class MappedFile:
         path: The file.
     """
 
-    def __init__(self, path: Path, mapping: mmap.mmap, status: os.stat_result) -> None:
+    def __init__(self, path: Path, mapping: GuardedMapping, status: os.stat_result) -> None:
         """Keep a mapping and the status that its file had when it was opened."""
         self.path = path
         self._mapping = mapping
         self._identity = _identity(status)
 
     @property
-    def mapping(self) -> mmap.mmap:
+    def mapping(self) -> GuardedMapping:
         """The mapping of the whole file."""
         return self._mapping
+
+    @property
+    def lost(self) -> int | None:
+        """See :attr:`GuardedMapping.lost`."""
+        return self._mapping.lost
 
     def is_current(self) -> bool:
         """Whether the path still names the opened file, unchanged as far as size and mtime show.

@@ -229,7 +229,7 @@ class SafetensorsFile(MappedFile):
         tensors: dict[str, TensorEntry],
         metadata: dict[str, str],
         data_start: int,
-        mapping: mmap.mmap,
+        mapping: GuardedMapping,
         status: os.stat_result,
         error: type[MoechatError],
     ) -> None:
@@ -242,13 +242,12 @@ class SafetensorsFile(MappedFile):
         self._error = error
 
     @classmethod
-    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError, guarded: bool = False) -> Self:
+    def open(cls, path: Path, *, error: type[MoechatError] = CheckpointError) -> Self:
         """Check the header of ``path`` and map the file; no tensor data is read.
 
         Args:
             path: The file.
             error: Class of errors.
-            guarded: Map it as a :class:`~moechat.store.mapped_file.GuardedMapping`.
 
         Raises:
             MoechatError: Of class ``error``; the file is missing, unreadable, or breaks a rule in the module
@@ -258,10 +257,7 @@ class SafetensorsFile(MappedFile):
             data, data_start = _read_header(descriptor, status.st_size, str(path), error)
             tensors, metadata = parse_header(data, data_start, status.st_size, str(path), error)
             try:
-                if guarded:
-                    mapping: mmap.mmap = GuardedMapping.of(descriptor, status.st_size)
-                else:
-                    mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+                mapping = GuardedMapping.of(descriptor, status.st_size)
             except ValueError as problem:  # it has become shorter
                 raise error(f"{path} cannot be mapped: {problem}") from problem
             _prefer_huge_pages(mapping)

@@ -124,7 +124,7 @@ class Store(VerifiedFiles):
         owners: dict[str, EncodedSafetensors] = {}
         for name in sorted(self.manifest.files):
             if name.startswith(DENSE_PREFIX) and name.endswith(".safetensors"):
-                file = EncodedSafetensors.open(self.path / name, error=StoreDamagedError, guarded=True)
+                file = EncodedSafetensors.open(self.path / name, error=StoreDamagedError)
                 self._note_mapping(file.path, file.mapping)
                 for key in file.tensors:
                     if key in owners:

@@ -83,6 +83,11 @@ class Shard:
         """Close the file; a deleted file frees its space once no view of it is left."""
         self._file = None
 
+    @property
+    def lost(self) -> int | None:
+        """See :class:`moechat.store.tensors.TensorFile`."""
+        return None if self._file is None else self._file.lost
+
     def is_current(self) -> bool:
         """Whether the file is still the one that was opened."""
         return self._file is None or self._file.is_current()

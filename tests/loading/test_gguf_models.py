@@ -296,6 +296,20 @@ def test_files_with_a_tensor_an_expert_are_read(tmp_path: Path) -> None:
                     assert np.array_equal(opened.matrix(ref), tensors[name].astype(np.float16)), name
 
 
+def test_a_file_that_is_cut_short_while_it_is_converted_is_an_error(with_words: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(with_words, path)
+    with opened_gguf(path) as opened:
+        os.truncate(path, 4096)
+        with pytest.raises(CheckpointError, match=r"has changed|could not be read"):
+            convert(opened, plan_checkpoint(opened), tmp_path / "m", bits=4, source_name="m")
+        file = opened.tensors.files[0]
+        assert not np.array(file.array(next(iter(file.tensors)))).any()  # lost, and read as 0
+        with pytest.raises(CheckpointError, match=r"could not be read while it was in use: byte \d+"):
+            opened.require_readable()
+    assert not (tmp_path / "m").exists()
+
+
 def test_it_is_converted_once_and_again_when_it_changes(
     with_words: Path, tmp_path: Path, moechat_home: Path
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from moechat import _native
 from moechat.store.mapped_file import GuardedMapping
 path, kind = Path(sys.argv[1]), sys.argv[2]
-size = 64 << 12
+size = 256 << 12
 path.write_bytes(bytes([7]) * size)
 
 def guarded():
@@ -45,6 +45,30 @@ path.write_bytes(bytes([7]) * size)
 again = guarded()
 assert total(np.ndarray((size,), np.uint8, buffer=again)) == 7 * size and again.lost is None
 assert mapping.lost == 10 << 12, "a loss stays"
+""",
+    # So do the threads of the kernels, which get no other signals.
+    "kernels": """\
+rows = size // 2 // 4096
+x, out = np.ones((1, 4096), np.float32), np.empty((1, rows), np.float32)
+for _ in range(50):
+    path.write_bytes(bytes([7]) * size)
+    mapping = guarded()
+    weights = np.ndarray((rows, 4096), np.uint16, buffer=mapping)
+    os.truncate(path, 4096)
+    _native.rows16_forward(weights, False, x, None, out)
+    assert mapping.lost == 4096, mapping.lost
+    assert out[0, -1] == 0
+""",
+    # Whoever puts a handler back that was there before ours does not keep ours away for good.
+    "put back": """\
+faulthandler.enable()
+mapping = guarded()
+faulthandler.disable()
+faulthandler.enable()
+other = guarded()
+os.truncate(path, 10 << 12)
+assert total(np.ndarray((size,), np.uint8, buffer=other)) == 7 * (10 << 12)
+assert other.lost == 10 << 12
 """,
     # The handler is there only while a guard is.
     "handler": """\

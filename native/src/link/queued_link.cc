@@ -1,7 +1,5 @@
 #include "link/queued_link.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include <utility>
 
 #include "link/mutation.h"
+#include "memory/sent_signals.h"
 
 namespace moechat {
 namespace {
@@ -38,18 +37,13 @@ void LinkEngine::open(std::uint32_t slots) {
     opened_ = true;
     return;
   }
-  // Signals are for the program's own threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SentSignalsBlocked blocked;
   try {
     for (int i = 0; i < threads(); ++i) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     stopping_ = true;
     throw std::runtime_error("could not start " + std::to_string(threads()) + " threads for a link");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   opened_ = true;
 }
 

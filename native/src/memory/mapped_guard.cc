@@ -123,7 +123,8 @@ bool is_installed() {
 MappedGuard::MappedGuard(const void* data, std::size_t bytes) {
   if (data == nullptr || bytes == 0) throw std::invalid_argument("a guarded range must have bytes");
   const std::lock_guard<std::mutex> lock(registering());
-  if (guards == 0 && !is_installed()) install();
+  // Asked each time: others may have put theirs back meanwhile, which they had kept from before ours.
+  if (!is_installed()) install();
   Range* range = ranges.load(std::memory_order_relaxed);
   while (range != nullptr && range->begin.load(std::memory_order_relaxed) != 0) range = range->next;
   const bool is_new = range == nullptr;

@@ -1,7 +1,6 @@
 #include "kernels/threads/thread_pool.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <new>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "kernels/threads/cpu_info.h"
+#include "memory/sent_signals.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -213,21 +213,15 @@ void ThreadPool::resize(int workers) {
   };
   end_all();
   spins_.store(workers < cores_to_spin_on(), std::memory_order_relaxed);
-  // Signals belong to the interpreter's threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SentSignalsBlocked blocked;
   try {
     workers_.reserve(static_cast<std::size_t>(workers));
     const std::uint32_t seen = region_of(ticket_.load(std::memory_order_relaxed));
     for (int i = 0; i < workers; ++i) workers_.emplace_back(&ThreadPool::work, this, seen);
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     end_all();
     throw std::runtime_error("could not start " + std::to_string(workers) + " worker threads");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 // Returns when workers have done that many parts of the region.
