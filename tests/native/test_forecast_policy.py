@@ -92,7 +92,7 @@ class Plain:
         learned = features @ self.readout[layer]
         for expert in chosen:
             learned = learned + share[expert] * self.table[layer, expert % self.rows]
-        odds = odds + self.trust[layer] * learned
+        odds = odds + max(0.0, self.trust[layer] - 0.3) / 0.7 * learned
         self.idle[layer] = np.minimum(self.idle[layer] + pass_tokens, 255)
         for expert, count in zip(chosen, tokens, strict=True):
             self.idle[layer, expert] = min(max(0, pass_tokens - count) // (count + 1), 255)
@@ -113,9 +113,9 @@ class Plain:
             step = 1 / (1 + self.steps[layer] / 1000)
             self.postponed[layer] = step * np.outer(self.features[layer], error)
             right = (error * self.learned[layer]).sum() / (1e-2 + (self.learned[layer] ** 2).sum())
-            self.trust[layer] = min(max(self.trust[layer] + 0.05 * right, 0), 1)
+            self.trust[layer] = min(max(self.trust[layer] + 0.15 * right, 0), 1)
             for span in set(self.spans[layer]):
-                uses = self.idle_uses[layer, span] = min(self.idle_uses[layer, span] + 1, 300)
+                uses = self.idle_uses[layer, span] = min(self.idle_uses[layer, span] + 1, 1000)
                 those = error[self.spans[layer] == span]
                 self.idle_odds[layer, span] += those.sum() / (len(those) + 4) / (1 + uses / 100)
         self.before[layer] = list(chosen) if pass_tokens == 1 else None

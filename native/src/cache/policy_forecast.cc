@@ -64,7 +64,7 @@ constexpr float kFloor = 0.02f;
 constexpr float kGamma = 0.85f;  // discount per token: experts stay for about six tokens between two uses
 constexpr float kFade = 0.6f;    // decay of the state per token
 constexpr std::int32_t kMostOddsBits = 0x41f00000;  // 30.0f, bound of |z|
-// The step is 1 / (1 + n / span) after n steps; n stops at three spans.
+// The step is 1 / (1 + n / span) after n steps; n stops at three spans, that of idle tokens at ten.
 constexpr std::int32_t kTableSpan = 300;
 constexpr std::int32_t kReadoutSpan = 1000;
 constexpr std::int32_t kIdleSpan = 100;
@@ -82,7 +82,9 @@ constexpr std::int64_t kMostIdle = 255;
 // learns little from one token.
 constexpr float kCalmExperts = 4;
 constexpr float kFirstTrust = 0.5f;
-constexpr float kTrustStep = 0.05f;
+constexpr float kTrustStep = 0.15f;
+// Trust up to here counts as none: where there is nothing to learn, chance alone moves it about so far.
+constexpr float kChance = 0.3f;
 
 std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value); }
 
@@ -358,7 +360,7 @@ class Forecast final : public EvictionPolicy {
       loops_.add(share(i), row(layer, experts[i] % rows_), learned, experts_);
     }
     loops_.prior(spans, even, z_.data(), experts_);
-    loops_.add(layer.trust, learned, z_.data(), experts_);
+    loops_.add(std::max(0.0f, layer.trust - kChance) / (1 - kChance), learned, z_.data(), experts_);
     add_idle(layer, experts, tokens, count, pass_tokens);
     loops_.forecast(z_.data(), layer.v.data(), layer.error.data(),
                     keys_.data() + std::int64_t{index} * experts_, experts_);
@@ -527,7 +529,7 @@ class Forecast final : public EvictionPolicy {
     }
     for (std::size_t span = 0; span < errors.size(); ++span) {
       if (counts[span] == 0) continue;
-      if (layer->idle_uses[span] < 3 * kIdleSpan) ++layer->idle_uses[span];
+      if (layer->idle_uses[span] < 10 * kIdleSpan) ++layer->idle_uses[span];
       const float step = 1 / (1 + static_cast<float>(layer->idle_uses[span]) / kIdleSpan);
       layer->idle_odds[span] += step * errors[span] / (static_cast<float>(counts[span]) + kCalmExperts);
     }
