@@ -892,16 +892,15 @@ def sim_link(
 def policy_names() -> list[str]:
     """Names of the eviction policies."""
 
-def demand_hits(policy: EvictionPolicy, experts: _I32, capacities: list[int], admit: bool = False) -> _I64:
+def demand_hits(policy: EvictionPolicy, experts: _I32, capacities: list[int], admit: str = "key") -> _I64:
     """Count hits of a cache of whole experts without prefetching, for several sizes in one pass.
-
-    After each token a layer keeps the experts of highest key among those cached and those just chosen.
 
     Args:
         policy: Ownership passes to this call; it observes every token.
         experts: int32 [tokens, layers, top_k], no expert twice for a token.
         capacities: Experts that a layer can cache, 0 to all.
-        admit: Chosen experts stay until the layer's next token whatever their key, if they fit.
+        admit: What a layer keeps of the experts that it had and those that a token chose: ``key``, those of
+            highest key; ``always``, first those chosen; ``best``: see :class:`SplitExpertCache`.
 
     Returns:
         int64 [capacities, layers]: cached experts among the tokens * top_k choices.
@@ -1050,7 +1049,8 @@ class SplitExpertCache:
         targets: int32 [layers, 2]: experts that a layer keeps, and blocks of each.
         reserve: Pages that the targets must leave for blocks in transit; at least 1.
         admit: ``key``: the experts with the highest keys are protected; ``always``: the one that was just
-            used, in place of the lowest.
+            used, in place of the lowest; ``best``: in each layer as the one of these that has had more hits
+            lately, which is counted beside (``AdmissionTrial`` in ``native/src/cache/demand.h``).
         victims: ``farthest``: pages come from the layer whose turn is farthest away; ``lowest``: from the
             expert with the lowest key of all layers.
 

@@ -30,7 +30,7 @@ Prefetch = Literal[
     "none", "prompts", "next-router", "adaptive", "eamc", "expert-map", "whole-layer", "perfect"
 ]
 Allocation = Literal["uniform", "shared", "auto", "moepic", "dp", "model", "layers"]
-Admit = Literal["key", "always"]
+Admit = Literal["key", "always", "best"]
 Victims = Literal["farthest", "lowest"]
 Match = Literal["prefix", "full"]
 # Most layers ahead that anything predicts.
@@ -98,7 +98,8 @@ class CacheSettings:
             fetched if the far tier (an SSD) cannot compute.
         whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
         admit: Which experts are protected once used: ``key``, those with the highest keys; ``always``, the
-            one that was just used, in place of the lowest (MoEpic, section 3.3).
+            one that was just used, in place of the lowest (MoEpic, section 3.3); ``best``, as the one of
+            these two that has had more hits in a layer lately.
         victims: Where pages are taken from: ``farthest``, the layer whose turn is farthest away; ``lowest``,
             the lowest key of all layers.
         entries: ``eamc`` and ``expert-map``: most requests or tokens that are remembered.
@@ -266,7 +267,13 @@ _SHARED = CacheSettings(whole_experts=True, allocation="shared", victims="lowest
 
 SYSTEMS: Mapping[str, CacheSettings] = {
     "auto": CacheSettings(
-        policy="forecast", split=None, allocation="auto", miss="both", token_lookup=True, choose=True
+        policy="forecast",
+        split=None,
+        allocation="auto",
+        miss="both",
+        admit="best",
+        token_lookup=True,
+        choose=True,
     ),
     "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic", admit="always"),
     "mixtral-offloading": _LRU_WHOLE,

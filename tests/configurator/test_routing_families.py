@@ -29,7 +29,7 @@ def test_the_range_of_an_unknown_model_covers_recorded_routing_at_every_share(na
     trace = Trace.read(DATA / f"{name}.npz")
     capacities = [round(share * trace.num_experts) for share in SHARES]
     policy = _native.EvictionPolicy("blend", trace.layers, trace.num_experts)
-    hits = _native.demand_hits(policy, trace.experts, capacities, False).mean(axis=1)
+    hits = _native.demand_hits(policy, trace.experts, capacities).mean(axis=1)
     recorded = hits / (trace.tokens * trace.top_k)
     # The layers of the data are spread over the model, so few of them are early ones, which route evenly.
     low, high = (

@@ -8,7 +8,7 @@ resident blocks are a prefix, and that all pages are accounted for.
 from __future__ import annotations
 
 import errno
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -58,6 +58,22 @@ def counter_of(block: Block) -> str:
 
 
 @dataclass
+class Trial:
+    """What a layer would hold by either rule of admission, and how many more hits ``always`` has had."""
+
+    held: dict[str, set[int]] = field(default_factory=lambda: {"key": set(), "always": set()})
+    lead: float = 0.0
+
+    def access(self, experts: list[int], keys: np.ndarray, room: int) -> None:
+        hits = {name: len(held & set(experts)) for name, held in self.held.items()}
+        self.lead = 0.5 ** (1 / 256) * self.lead + hits["always"] - hits["key"]
+        for name, held in self.held.items():
+            first = set(experts) if name == "always" else set()
+            ranked = sorted(held | set(experts), key=lambda e, first=first: (e in first, keys[e], e))  # type: ignore[misc]
+            self.held[name] = set(ranked[max(0, len(ranked) - room) :])
+
+
+@dataclass
 class Model:
     """Reference model of the cache: lists of blocks by expert, and sets."""
 
@@ -67,9 +83,10 @@ class Model:
     pages: int
     targets: list[tuple[int, int]]
     comparable: bool = False  # keys of different layers are
-    always: bool = False  # what is used is admitted
+    admit: str = "key"
     lowest: bool = False  # victims have the lowest key of all layers
     latest: dict[int, set[int]] = field(default_factory=dict)  # experts of each layer's latest access
+    trials: dict[int, Trial] = field(default_factory=lambda: defaultdict(Trial))
     held: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
     pins: Counter[tuple[int, int]] = field(default_factory=Counter)
     kept: set[tuple[int, int]] = field(default_factory=set)
@@ -180,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         blocks=st.integers(1, 3),
         pages=st.integers(2, 16),
         policy=st.sampled_from(POLICIES),
-        admit=st.sampled_from(["key", "always"]),
+        admit=st.sampled_from(["key", "always", "best"]),
         taken=st.sampled_from(["farthest", "lowest"]),
         data=st.data(),
     )
@@ -200,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(layers, experts, blocks, pages, [])
         self.model.targets = self.draw_targets(data)
         self.model.comparable = EvictionPolicy(policy, layers, experts).comparable
-        self.model.always, self.model.lowest = admit == "always", taken == "lowest"
+        self.model.admit, self.model.lowest = admit, taken == "lowest"
         self.cache = make_cache(
             layers,
             experts,
@@ -243,6 +260,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.accessed.add(layer)
         kinds = self.cache.access(layer, ints(*experts), pass_tokens=tokens)
         model.latest[layer] = set(experts)
+        if tokens == 1:
+            model.trials[layer].access(experts, self.cache.keys(layer), model.targets[layer][0])
         for kind, expert in zip(kinds, experts, strict=True):
             held = model.held[layer, expert]
             fresh = sum(block.fresh for block in held)
@@ -278,7 +297,8 @@ class CacheMachine(RuleBasedStateMachine):
         for block in model.held[who][: model.resident(who)]:
             block.fresh = False
         room, keys = model.targets[who[0]][0], self.cache.keys(who[0])
-        latest = model.latest.get(who[0], set()) if model.always else set()
+        always = model.admit == "always" or (model.admit == "best" and model.trials[who[0]].lead > 0)
+        latest = model.latest.get(who[0], set()) if always else set()
         members = sorted(
             (expert in latest, keys[expert], expert) for layer, expert in model.kept if layer == who[0]
         )

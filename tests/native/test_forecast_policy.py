@@ -162,7 +162,7 @@ def test_keys_follow_the_rule_for_long_and_at_every_width(experts: int) -> None:
     np.testing.assert_allclose(policy.keys(1), expected, rtol=5e-3, atol=5e-3)
 
 
-def hit_rate(name: str, experts: np.ndarray, width: int, cached: int, *, admit: bool = False) -> float:
+def hit_rate(name: str, experts: np.ndarray, width: int, cached: int, *, admit: str = "key") -> float:
     policy = EvictionPolicy(name, experts.shape[1], width)
     hits = _native.demand_hits(policy, np.ascontiguousarray(experts, np.int32), [cached], admit)
     return float(hits.sum()) / experts.size
@@ -184,14 +184,14 @@ def repeating(probability: float) -> np.ndarray:
 def test_a_layer_that_repeats_its_choices_is_known_within_tens_of_tokens(probability: float) -> None:
     # Little more than the last token's experts fit, so the best is to keep these, as LRU does.
     trace = repeating(probability)
-    lru = hit_rate("lru", trace, 64, 8, admit=True)
+    lru = hit_rate("lru", trace, 64, 8, admit="always")
     assert lru > probability - 0.02
     assert hit_rate("forecast", trace, 64, 8) > lru - 0.02
 
 
 def test_a_layer_that_never_repeats_its_choices_is_known_within_tens_of_tokens() -> None:
     trace = repeating(0.0)
-    assert hit_rate("lru", trace, 64, 8, admit=True) < 0.05
+    assert hit_rate("lru", trace, 64, 8, admit="always") < 0.05
     assert hit_rate("forecast", trace, 64, 8) > 0.12  # 8 of the 58 others, drawn nearly evenly
 
 
@@ -279,7 +279,7 @@ def test_on_recorded_routing_it_comes_nearer_to_the_bound_than_published_policie
     trace = Trace.read(DATA / f"{name}.npz")
     cached = round(fraction * trace.num_experts)
     rates = {
-        policy: hit_rate(policy, trace.experts, trace.num_experts, cached, admit=True)
+        policy: hit_rate(policy, trace.experts, trace.num_experts, cached, admit="always")
         for policy in ("lru", "lfu", "lcp", "blend")
     }
     ours = hit_rate("forecast", trace.experts, trace.num_experts, cached)
@@ -292,7 +292,7 @@ def test_on_recorded_routing_it_comes_nearer_to_the_bound_than_published_policie
 def test_demand_hits_count_resident_experts() -> None:
     # One layer, one expert a token, two fit: LRU keeps the last two.
     trace = np.array([0, 1, 0, 2, 1, 1, 2], np.int32)[:, None, None]
-    hits = _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [0, 1, 2, 3], True)
+    hits = _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [0, 1, 2, 3], "always")
     assert hits[:, 0].tolist() == [0, 1, 3, 4]
     # By key, an expert that ranks last is evicted at once.
     ranks = np.array([[3.0, 2.0, 1.0]])
@@ -300,8 +300,23 @@ def test_demand_hits_count_resident_experts() -> None:
     assert hits[:, 0].tolist() == [3]
 
 
+@pytest.mark.parametrize(("made", "better"), [("4,8,2,0.1,0.6", "always"), ("4,32,2,1.5,0", "key")])
+def test_the_best_rule_of_admission_is_found_while_tokens_come(made: str, better: str) -> None:
+    trace = MadeRouting.parse(made).trace(1500)
+    width = trace.num_experts
+    rates = {
+        rule: hit_rate("lfu", trace.experts, width, max(2, width // 8), admit=rule)
+        for rule in ("key", "always", "best")
+    }
+    other = "key" if better == "always" else "always"
+    assert rates[better] > rates[other] + 0.02
+    assert rates["best"] > rates[better] - 0.01
+
+
 def test_demand_hits_refuse_impossible_arguments() -> None:
     trace = np.zeros((3, 1, 1), np.int32)
+    with pytest.raises(ValueError, match="admit is 'often'; it must be 'key', 'always' or 'best'"):
+        _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [1], "often")
     with pytest.raises(IndexError, match="capacity is 4"):
         _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [4])
     with pytest.raises(IndexError, match="expert is 5"):

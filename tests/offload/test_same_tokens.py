@@ -54,7 +54,7 @@ def combinations(seed: int) -> list[Combination]:
             lookahead=draw.choice((1, 1, 2)),
             whole_experts=draw.random() < 0.25,
             allocation=draw.choice(("uniform", "uniform", "shared")),
-            admit=draw.choice(("key", "always")),
+            admit=draw.choice(("key", "always", "best")),
             victims=draw.choice(("farthest", "lowest")),
             per_request=draw.random() < 0.5,
         )

@@ -244,7 +244,7 @@ def random_case(draw: st.DrawFn) -> Case:
         starts=starts,
         rankings=rankings,
         rules={
-            "admit": draw(st.sampled_from(["key", "always"])),
+            "admit": draw(st.sampled_from(["key", "always", "best"])),
             "victims": draw(st.sampled_from(["farthest", "lowest"])),
         },
         requests=np.sort(rng.choice(starts[:-1], size=draw(st.integers(0, 5)), replace=False)),

@@ -121,7 +121,8 @@ void policy_follow(EvictionPolicy& policy, const py::array& experts) {
 
 // Drops the GIL, so it takes ownership of the policy and copies arrays that another thread could change.
 py::array_t<std::int64_t> demand_hits_py(PolicyHolder& holder, const py::array& experts,
-                                         const std::vector<std::int32_t>& capacities, bool admit) {
+                                         const std::vector<std::int32_t>& capacities,
+                                         const std::string& admit) {
   const auto shape = shape_of(experts);
   const std::int32_t layers = holder.get().layers();
   const std::int32_t most = holder.get().experts();
@@ -133,12 +134,13 @@ py::array_t<std::int64_t> demand_hits_py(PolicyHolder& holder, const py::array& 
   const std::vector<std::int32_t> chosen(values, values + experts.size());
   for (const std::int32_t expert : chosen) require_index("expert", expert, most);
   for (const std::int32_t capacity : capacities) require_index("capacity", capacity, most + std::int64_t{1});
+  const Admission admission = admission_of(admit);
   const std::unique_ptr<EvictionPolicy> policy = holder.take();
   std::vector<std::int64_t> hits;
   {
     const ReleaseGil released;
     const Routing routing{chosen.data(), shape[0], static_cast<std::int32_t>(shape[2])};
-    hits = demand_hits(policy.get(), routing, capacities, admit);
+    hits = demand_hits(policy.get(), routing, capacities, admission);
   }
   return py::array_t<std::int64_t>(
       {static_cast<py::ssize_t>(capacities.size()), static_cast<py::ssize_t>(layers)}, hits.data());
@@ -249,7 +251,7 @@ auto about_expert(Value (SplitExpertCache::*read)(std::int32_t, std::int32_t) co
 void bind_policy(py::module_& m) {
   m.def("policy_names", &policy_names);
   m.def("demand_hits", &demand_hits_py, py::arg("policy"), py::arg("experts"), py::arg("capacities"),
-        py::arg("admit") = false);
+        py::arg("admit") = "key");
   py::class_<PolicyHolder>(m, "EvictionPolicy")
       .def(py::init(&make_policy_py), py::arg("name"), py::arg("layers"), py::arg("experts"),
            py::arg("omega") = 128.0, py::arg("rho") = 0.25, py::arg("gamma") = 0.9,

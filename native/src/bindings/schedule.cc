@@ -28,14 +28,19 @@ Ahead ahead_of(const std::string& name) {
   refuse("ahead is \"" + name + "\"; it must be none, prompts, ranked, queued, adaptive or whole-layer");
 }
 
+Admission admission_of(const std::string& admit) {
+  if (admit == "key") return Admission::kKey;
+  if (admit == "always") return Admission::kAlways;
+  if (admit == "best") return Admission::kBest;
+  refuse("admit is '" + admit + "'; it must be 'key', 'always' or 'best'");
+}
+
 CacheRules rules_of(const std::string& admit, const std::string& victims) {
-  if (admit != "key" && admit != "always") {
-    refuse("admit is '" + admit + "'; it must be 'key' or 'always'");
-  }
+  const Admission admission = admission_of(admit);
   if (victims != "farthest" && victims != "lowest") {
     refuse("victims is '" + victims + "'; it must be 'farthest' or 'lowest'");
   }
-  return {admit == "always", victims == "lowest"};
+  return {admission, victims == "lowest"};
 }
 
 std::vector<AheadExpert> ahead_experts(const py::array& layers, const py::array& experts,

@@ -20,7 +20,9 @@ namespace py = pybind11;
 // Throws std::invalid_argument.
 Miss miss_of(const std::string& name);
 
-// Throws std::invalid_argument. admit: "key" or "always"; victims: "farthest" or "lowest".
+// Throws std::invalid_argument. admit: "key", "always" or "best".
+Admission admission_of(const std::string& admit);
+// The same; victims: "farthest" or "lowest".
 CacheRules rules_of(const std::string& admit, const std::string& victims);
 
 // Experts of later layers from int32 [n] each and float32 [n], which may be missing. Throws

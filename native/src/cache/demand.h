@@ -1,4 +1,5 @@
-// Hits of an eviction policy alone: a cache of whole experts, filled on demand only.
+// Caches of whole experts that are filled on demand only: hits of an eviction policy alone, and which rule of
+// admission suits a layer.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,48 @@
 
 namespace moechat {
 
+// Which experts a layer keeps once they were used.
+enum class Admission : std::uint8_t {
+  kKey,     // those with the highest keys
+  kAlways,  // the one that was used, in place of the lowest one that the access did not name, whatever its
+            // key (MoEpic, section 3.3, and all systems that must load an expert to use it)
+  kBest  // as the one of these that has had more hits in the layer lately: see AdmissionTrial
+};
+
+// What one layer would keep. Costs per access: as many comparisons as experts are evicted times those held.
+class DemandCache {
+ public:
+  explicit DemandCache(std::int32_t experts);
+
+  // The router has chosen these, all of them different; keys: [experts]. Returns how many were held. Then it
+  // keeps the `room` highest keys (of equal ones, the higher number) of what it held and what was chosen;
+  // with `always` those chosen come first.
+  std::int64_t access(const std::int32_t* experts, std::int64_t count, const double* keys, std::int32_t room,
+                      bool always);
+
+ private:
+  std::vector<std::uint8_t> held_;    // [experts]
+  std::vector<std::uint8_t> chosen_;  // [experts]: all 0 between calls
+  std::vector<std::int32_t> list_;    // those held
+};
+
+// Tries both rules of admission beside each other, without moving anything, as set dueling tries insertion
+// policies on a few sets of a cache (Qureshi et al., 2007).
+class AdmissionTrial {
+ public:
+  explicit AdmissionTrial(std::int32_t experts) : by_key_(experts), always_(experts) {}
+
+  // An access of a pass with one token.
+  void access(const std::int32_t* experts, std::int64_t count, const double* keys, std::int32_t room);
+  // Whether kAlways has had more hits; kKey at first.
+  bool always() const { return lead_ > 0; }
+
+ private:
+  DemandCache by_key_;
+  DemandCache always_;
+  double lead_ = 0;  // hits of always_ less those of by_key_; older ones count less
+};
+
 // Routing of tokens one at a time: experts[(token * layers + layer) * top_k + i], distinct for a token.
 struct Routing {
   const std::int32_t* experts;
@@ -16,10 +59,8 @@ struct Routing {
 };
 
 // Gives `policy` all accesses and counts, for each capacity C (experts of a layer) and each layer, how many
-// of the chosen experts were there before their token: [capacities, layers]. After a token a layer keeps the
-// C highest keys of what it held and what was chosen; with `admit` what was chosen stays whatever its key, as
-// long as C allows.
+// of the chosen experts were there before their token: [capacities, layers].
 std::vector<std::int64_t> demand_hits(EvictionPolicy* policy, const Routing& routing,
-                                      const std::vector<std::int32_t>& capacities, bool admit);
+                                      const std::vector<std::int32_t>& capacities, Admission admission);
 
 }  // namespace moechat

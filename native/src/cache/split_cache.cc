@@ -57,6 +57,7 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
   kept_.resize(all);
   kept_count_.resize(size_of(layers));
   accesses_.resize(size_of(layers));
+  if (rules.admission == Admission::kBest) trials_.assign(size_of(layers), AdmissionTrial(experts));
   layer_surplus_.resize(size_of(layers));
   layer_pending_.resize(size_of(layers));
   marks_.resize(size_of(experts));
@@ -132,6 +133,9 @@ void SplitExpertCache::access(std::int32_t layer, const std::int32_t* experts, c
   }
   ++version_;
   policy_->access(layer, experts, tokens, count, pass_tokens);
+  if (pass_tokens == 1 && !trials_.empty()) {
+    trials_[size_of(layer)].access(experts, count, policy_->keys(layer), targets_[size_of(layer)].experts);
+  }
   known_[size_of(layer)] = 0;
   const std::uint64_t number = ++accesses_[size_of(layer)];
   std::int64_t* hits = pass_tokens == 1 ? counters_.hits : counters_.prefill_hits;
@@ -192,8 +196,9 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
       // arrive, and with it their experts are released, would decide.
       const double* keys = policy_->keys(layer);
       const std::uint64_t now = accesses_[size_of(layer)];
+      const bool always = admits_always(layer);
       const auto below = [&](std::int32_t one, std::int32_t other) {
-        if (rules_.admit_always) {
+        if (always) {
           const bool kept = at(layer, one).access == now;
           if (kept != (at(layer, other).access == now)) return !kept;
         }
@@ -210,6 +215,11 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
     }
   }
   update_surplus(where);
+}
+
+bool SplitExpertCache::admits_always(std::int32_t layer) const {
+  if (rules_.admission == Admission::kBest) return trials_[size_of(layer)].always();
+  return rules_.admission == Admission::kAlways;
 }
 
 void SplitExpertCache::keep(std::int32_t layer, std::int32_t expert) {

@@ -41,6 +41,7 @@
 #include <string>
 #include <vector>
 
+#include "cache/demand.h"
 #include "cache/policy.h"
 #include "memory/slab.h"
 
@@ -53,9 +54,7 @@ struct LayerTarget {
 
 // Which experts are protected, and in which order pages are taken.
 struct CacheRules {
-  // An expert that was used is admitted in place of the lowest one that the access did not name, whatever its
-  // key (MoEpic, section 3.3, and all systems that must load an expert to use it). False: by its key.
-  bool admit_always = false;
+  Admission admission = Admission::kKey;
   // Of all layers within reach, the expert with the lowest key loses its pages: one pool for all layers, as
   // in systems whose keys are one order over the whole model. False: see above.
   bool lowest_victims = false;
@@ -171,7 +170,7 @@ class SplitExpertCache {
               std::int64_t pass_tokens, HitKind* kinds /* [count], may be null */);
   // The blocks of one expert of the access have been used, or the access was aborted. Unpins the expert. If
   // it holds blocks and its key is above the lowest key of the C admitted experts (of equal keys, the higher
-  // number wins), it is admitted in place of that one; see CacheRules for the other rule. Nothing is copied.
+  // number wins), it is admitted in place of that one; see Admission for the other rules. Nothing is copied.
   // Throws std::logic_error if the expert is not pinned.
   void release(std::int32_t layer, std::int32_t expert);
 
@@ -268,6 +267,7 @@ class SplitExpertCache {
   Victim next_victim(const Want& want) const;
   void list_layers(const Want& want) const;
   void choose_victims(const Want& want, std::int64_t need, Plan* plan) const;
+  bool admits_always(std::int32_t layer) const;
   void update_surplus(std::size_t place);
   void keep(std::int32_t layer, std::int32_t expert);
   void unkeep(std::int32_t layer, std::int32_t slot);
@@ -293,6 +293,7 @@ class SplitExpertCache {
   std::vector<std::int32_t> kept_;           // [layers, experts]: protected experts, from the left
   std::vector<std::int32_t> kept_count_;     // [layers]
   std::vector<std::uint64_t> accesses_;      // [layers]: how many there were
+  std::vector<AdmissionTrial> trials_;       // [layers] with Admission::kBest, else empty
   std::vector<std::int64_t> layer_surplus_;  // [layers]
   std::vector<std::int64_t> layer_pending_;  // [layers]: pages both kFilling and kFresh
   std::int64_t surplus_ = 0;
