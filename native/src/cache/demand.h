@@ -9,13 +9,11 @@
 
 namespace moechat {
 
-// Which experts a layer keeps once they were used.
-enum class Admission : std::uint8_t {
-  kKey,     // those with the highest keys
-  kAlways,  // the one that was used, in place of the lowest one that the access did not name, whatever its
-            // key (MoEpic, section 3.3, and all systems that must load an expert to use it)
-  kBest  // as the one of these that has had more hits in the layer lately: see AdmissionTrial
-};
+// Which experts a layer keeps once they were used. kKey: those with the highest keys. kAlways: the one that
+// was used, in place of the lowest one that the access did not name, whatever its key (MoEpic, section 3.3,
+// and all systems that must load an expert to use it). kBest: as the one of these that has had more hits in
+// the layer lately; see AdmissionTrial.
+enum class Admission : std::uint8_t { kKey, kAlways, kBest };
 
 // What one layer would keep. Costs per access: as many comparisons as experts are evicted times those held.
 class DemandCache {
