@@ -76,6 +76,7 @@ def choose_strategy(
     filling = min(filling, trace.tokens - timed)
     part, ahead = _last(trace, rankings, filling + timed)
     known = trace.experts[: trace.tokens - timed]
+    in_parts: set[str] = set()
     first: dict[object, str] = {}
     same: dict[str, str] = {}
     entrants: list[Entrant] = []
@@ -88,13 +89,14 @@ def choose_strategy(
         # Allocations that come to the same targets are one candidate.
         inputs = tier.targets.tobytes(), tier.reserve, tier.pages
         key = replace(each.settings, allocation="uniform", split=1.0), inputs
+        if (tier.targets[:, 1] < tier.blocks).any():
+            in_parts.add(each.name)
         same[each.name] = first.setdefault(key, each.name)
         if same[each.name] != each.name:
             continue
         # Pages of parts scatter differently with every target, those of whole experts only with prefetches.
-        in_parts = bool((tier.targets[:, 1] < tier.blocks).any())
         alike = each.settings.lookahead if each.settings.ranks else 0, tier.pages
-        like = None if in_parts or tier.warm is not None else filled.get(alike)
+        like = None if each.name in in_parts or tier.warm is not None else filled.get(alike)
         simulation = Simulation(
             part,
             each.settings,
@@ -106,13 +108,15 @@ def choose_strategy(
             followed=0 if like else max(0, filling - _MOVING),
             like=like,
         )
-        if not in_parts and like is None and tier.warm is None:
+        if each.name not in in_parts and like is None and tier.warm is None:
             simulation.fill(_OWN_MOVING)
             filled[alike] = simulation
-        entrants.append(Entrant(each.name, each.settings, simulation, handicap(each.name)))
-    raced = race(entrants, lambda means: fastest(found, means).name)
+        entrants.append(
+            Entrant(each.name, each.settings, simulation, handicap(each.name, in_parts=each.name in in_parts))
+        )
+    raced = race(entrants, lambda means: fastest(found, means, in_parts).name)
     seconds_of = {each.name: raced[same[each.name]] for each in found}
-    return Chosen(fastest(found, seconds_of), seconds_of)
+    return Chosen(fastest(found, seconds_of, in_parts), seconds_of)
 
 
 def _last(trace: Trace, rankings: Ints | None, tokens: int) -> tuple[Trace, Ints | None]:

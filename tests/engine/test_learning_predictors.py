@@ -15,6 +15,7 @@ import torch
 import moechat
 from moechat import Engine
 from moechat.config import user_paths
+from moechat.configurator.systems import settings_of
 from moechat.offload.settings import OffloadOptions
 from moechat.predict.preload import PreloadPredictor
 from moechat.predict.token_lookup import TokenLookup
@@ -171,7 +172,11 @@ def test_their_memory_is_in_the_plan() -> None:
     for system in ("on-demand", *SYSTEMS):
         with loaded(system) as engine:
             parts[system] = engine.loaded.plan.scratch
-    assert parts["on-demand"] < parts["moe-infinity"] < parts["finemoe"]
+            geometry = engine.loaded.store.geometry
+            sizes = engine.loaded.near.layers, geometry.num_experts, geometry.hidden_size
+    for system in ("moe-infinity", "finemoe"):
+        learned = settings_of(system).learned_bytes(*sizes)
+        assert parts[system] == parts["on-demand"] + learned > parts["on-demand"]
 
 
 def test_the_adaptive_step_is_measured_and_follows() -> None:

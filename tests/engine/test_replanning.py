@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,19 +309,23 @@ def test_switching_takes_effect_at_once_and_rejects_settings_that_need_another_r
     with load() as engine:
         near = near_of(engine)
         expected = answer(engine, 10)
-        quiet = CacheSettings(policy=POLICY, prefetch="none", split=0.5)
+        quiet = CacheSettings(policy=POLICY, admit="best", prefetch="none", split=0.5)
         near.switch(quiet, near.plan_for(quiet))
         assert set(near.targets[:, 1].tolist()) == {2}
         near.drain()
         near.reset_stats()
         assert answer(engine, 10) == expected
         assert near.stats()["fetched_prefetch"] == 0
-        far = CacheSettings(policy=POLICY, lookahead=2)
+        far = CacheSettings(policy=POLICY, admit="best", lookahead=2)
         near.switch(far, near.plan_for(far))
         near.reset_stats()
         assert answer(engine, 10) == expected
         assert near.stats()["link_transfers_later"] > 0
-        for other in (CacheSettings(policy="lru"), CacheSettings(policy=POLICY, whole_experts=True)):
+        for other in (
+            replace(far, policy="lru"),
+            replace(far, whole_experts=True),
+            replace(far, admit="key"),
+        ):
             with pytest.raises(ValueError, match="another tier"):
                 near.switch(other, near.plan)
         assert near.runner.check() == ""

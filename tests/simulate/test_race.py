@@ -83,18 +83,14 @@ def test_a_paused_simulation_ends_like_one_that_runs_at_once(
     assert_equal(paused.result(), at_once)
 
 
-def test_a_start_from_the_cache_of_an_equal_simulation_changes_next_to_nothing() -> None:
-    # Which experts are protected is decided anew, and a prefetch may have made it others.
-    equal = 0
+def test_a_start_from_the_cache_of_an_equal_simulation_changes_nothing() -> None:
     for left in range(0, 40, 4):
         filled = simulation()
         filled.fill(left)
         second = simulation(like=filled)
         second.advance()
         filled.advance()
-        assert second.seconds.mean() == pytest.approx(filled.seconds.mean(), rel=1e-3)
-        equal += np.array_equal(second.seconds, filled.seconds)
-    assert equal >= 7
+        assert np.array_equal(second.seconds, filled.seconds)
 
 
 def test_a_start_from_another_cache_is_near_a_start_of_its_own() -> None:
@@ -210,7 +206,8 @@ def test_the_choice_has_a_time_for_every_strategy() -> None:
     found = strategies(SYSTEMS["auto"], far_computes=True)
     choice = chosen()
     assert list(choice.seconds) == [each.name for each in found]
-    assert choice.strategy == fastest(found, choice.seconds)
+    in_parts = [each.name for each in found if each.settings.allocation != "uniform"]
+    assert choice.strategy == fastest(found, choice.seconds, in_parts)
 
 
 def test_a_choice_takes_as_long_as_its_strategy_alone() -> None:

@@ -10,7 +10,15 @@ import pytest
 from moechat._native import EvictionPolicy, Timeline
 from moechat.configurator.systems import SYSTEMS, parse_settings
 from moechat.routing.hot_experts import long_run
-from moechat.simulate.strategy import SELDOM, SELDOM_GAIN, STAY, Strategy, fastest, strategies
+from moechat.simulate.strategy import (
+    PARTS_GAIN,
+    SELDOM,
+    SELDOM_GAIN,
+    STAY,
+    Strategy,
+    fastest,
+    strategies,
+)
 
 LAYERS, EXPERTS, BLOCKS, KEPT, RESERVE = 3, 24, 2, 6, 4
 
@@ -156,3 +164,14 @@ def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small(name: str) ->
     assert chosen(1.0, 0.9) == "link"
     alone = Strategy(name, "", SYSTEMS["auto"])
     assert fastest([alone], {name: 1.0}) == alone
+
+
+def test_parts_of_experts_need_a_gain_over_whole_ones() -> None:
+    found = strategies(SYSTEMS["auto"], far_computes=True)
+
+    def chosen(parts: float) -> str:
+        seconds = {each.name: 2.0 for each in found} | {"computed": parts, "whole": 1.0}
+        return fastest(found, seconds, {"computed"}).name
+
+    assert chosen(1 - 2 * PARTS_GAIN) == "computed"
+    assert chosen(1 - PARTS_GAIN / 2) == "whole"

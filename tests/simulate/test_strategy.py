@@ -55,7 +55,8 @@ def test_the_link_brings_everything_where_the_cpu_is_hopeless() -> None:
 @pytest.mark.parametrize("far", [0.1e-3, 1e-3, 10e-3])
 def test_the_choice_is_the_fastest_candidate_within_a_percent(load: float, far: float) -> None:
     found = chosen(replace(COSTS, load=load, compute_far=far))
-    assert found.strategy == fastest(strategies(AUTO, far_computes=True), found.seconds)
+    best = fastest(strategies(AUTO, far_computes=True), found.seconds)
+    assert found.seconds_of_choice == pytest.approx(found.seconds[best.name], rel=1e-9)  # some are equal
     assert found.seconds_of_choice <= 1.01 * min(found.seconds.values())
     assert found.strategy.settings.choose is False
 

@@ -236,6 +236,18 @@ void SplitExpertCache::unkeep(std::int32_t layer, std::int32_t slot) {
   update_surplus(where);
 }
 
+void SplitExpertCache::protect_like(const SplitExpertCache& other) {
+  ++version_;
+  if (!trials_.empty() && !other.trials_.empty()) trials_ = other.trials_;
+  for (std::int32_t layer = 0; layer < layers_; ++layer) {
+    if (targets_[size_of(layer)].experts != other.targets_[size_of(layer)].experts) continue;
+    for (std::int32_t slot = kept_count_[size_of(layer)]; slot-- > 0;) unkeep(layer, slot);
+    for (std::int32_t slot = 0; slot < other.kept_count_[size_of(layer)]; ++slot) {
+      keep(layer, other.kept_[place(layer, slot)]);
+    }
+  }
+}
+
 // To be called after every change of a field that surplus depends on, `resident` among them.
 void SplitExpertCache::update_surplus(std::size_t where) {
   if (watched_ && noted_[where] == 0) {

@@ -211,6 +211,9 @@ class SplitExpertCache {
     ++version_;
     known_.assign(known_.size(), 0);
   }
+  // Takes over what another cache has found out about rules of admission, and, in layers whose C is the same,
+  // which experts are protected. REQUIRES: the same layers and experts, and all of its blocks are here.
+  void protect_like(const SplitExpertCache& other);
   void reset_counters() { counters_ = {}; }
 
   // ---- watching (page_table.h)

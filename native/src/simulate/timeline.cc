@@ -148,6 +148,7 @@ void Timeline::start_like(const Timeline& other) {
     for (const Fetch& fetch : plan.fetches) cache.landed(fetch.page, 0);
   });
   schedule_.set_targets(targets_);  // of the experts that are there now, those with the highest keys stay
+  cache.protect_like(source);
 }
 
 void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {

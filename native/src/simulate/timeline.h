@@ -97,8 +97,8 @@ class Timeline {
                   const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
                   const std::vector<std::pair<std::int32_t, std::int32_t>>& replaceable = {});
   // Takes over, in no time, which blocks lie in which pages of another timeline, where nothing may be on its
-  // way. Protection follows this one's targets and policy. REQUIRES: nothing has been loaded here. Throws
-  // std::invalid_argument if their sizes differ.
+  // way. Protection is the other's in layers with the same C; else it follows this one's policy. REQUIRES:
+  // nothing has been loaded here. Throws std::invalid_argument if their sizes differ.
   void start_like(const Timeline& other);
   // Passes [from, to) of `passes`; predictions may name tokens of later ones. out [to - from].
   // `hurried`: transfers take no time, nor do the layers' other parts. `interrupted` is called a few times a
