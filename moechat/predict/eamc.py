@@ -138,7 +138,8 @@ class EamcPredictor:
             shares = self._matrices[matches[0], first:]
         else:
             weights = self._scale[matches] / self._scale[matches].sum()
-            shares = (self._matrices[matches, first:] * weights[:, None, None]).sum(axis=0)
+            rows = self._matrices[matches, first:].reshape(len(matches), -1)
+            shares = (weights @ rows).reshape(-1, self._experts)
         priority: Floats = (shares * self._decay[1 : self._layers - ordinal]).reshape(-1)
         wanted = self._most_urgent(priority)
         layers, experts = np.divmod(wanted, self._experts)
