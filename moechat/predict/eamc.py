@@ -25,7 +25,7 @@ Match = Literal["prefix", "full"]
 _TIE = 1e-6
 # Share of the last priority of a queue that the next one tries first.
 _ALIKE = np.float32(0.9)
-_NONE = np.zeros(0, dtype=np.intp)
+_TINY = np.finfo(np.float32).tiny
 _FIRST_ROOM = 16
 _MOST_ENTRIES = 100_000
 
@@ -152,7 +152,7 @@ class EamcPredictor:
     def _most_urgent(self, priority: Floats) -> npt.NDArray[np.intp]:
         """Places of the highest priorities, in their order."""
         # Queues of successive layers are alike, so few places are above what the last one ended with.
-        wanted = np.flatnonzero(priority >= _ALIKE * self._least) if self._least > 0 else _NONE
+        wanted = np.flatnonzero(priority >= max(_ALIKE * self._least, _TINY))
         if len(wanted) < MOST_QUEUED:
             wanted = np.flatnonzero(priority)
         if len(wanted) > MOST_QUEUED:

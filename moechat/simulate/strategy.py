@@ -27,8 +27,8 @@ STAY_TITLE = "the most used experts stay, the CPU computes what is missing"
 # Share by which these two must be faster. Simulations know the routing of one kind of text. Where another
 # follows, as in recorded routing of several tasks, they take up to 2 % longer than the fastest of the others.
 SELDOM_GAIN = 0.005
-# Share by which parts of experts must be faster than whole ones: what is protected and what is surplus finds
-# its balance over more tokens than a choice simulates, and they take up to 3 % longer than expected.
+# A plan that keeps parts of experts must be faster by this share. Its cache settles over more tokens than a
+# choice simulates: it takes up to 3 % longer than the choice expects.
 PARTS_GAIN = 0.005
 
 

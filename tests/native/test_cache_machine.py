@@ -69,8 +69,8 @@ class Trial:
         self.lead = 0.5 ** (1 / 256) * self.lead + hits["always"] - hits["key"]
         for name, held in self.held.items():
             first = set(experts) if name == "always" else set()
-            ranked = sorted(held | set(experts), key=lambda e, first=first: (e in first, keys[e], e))  # type: ignore[misc]
-            self.held[name] = set(ranked[max(0, len(ranked) - room) :])
+            ranked = sorted((expert in first, keys[expert], expert) for expert in held | set(experts))
+            self.held[name] = {expert for *_, expert in ranked[max(0, len(ranked) - room) :]}
 
 
 @dataclass

@@ -20,9 +20,9 @@ class DemandCache {
  public:
   explicit DemandCache(std::int32_t experts);
 
-  // The router has chosen these, all of them different; keys: [experts]. Returns how many were held. Then it
-  // keeps the `room` highest keys (of equal ones, the higher number) of what it held and what was chosen;
-  // with `always` those chosen come first.
+  // The router has chosen these experts, all different; keys: [experts]. Returns how many of them were held.
+  // Then only `room` experts are held: of the old and the chosen ones, those with the highest keys (of equal
+  // keys the higher number). With `always`, chosen experts are evicted last, whatever their keys.
   std::int64_t access(const std::int32_t* experts, std::int64_t count, const double* keys, std::int32_t room,
                       bool always);
 
