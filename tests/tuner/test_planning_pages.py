@@ -15,6 +15,7 @@ from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
 from moechat.offload.observed import Observed, observed_costs
+from moechat.simulate.strategy import handicap
 
 # Qwen3-30B-A3B.
 GEOMETRY = ExpertGeometry(2048, 768, 128, 4)
@@ -96,7 +97,8 @@ def test_a_strategy_is_chosen_within_a_second(near: Near) -> None:
     plan = plan_tier(GEOMETRY, LAYERS, PAGES, TOP_K, AUTO, knowledge)
     took = time.process_time() - started
     assert plan.strategy is not None
-    assert plan.strategy.seconds_of_choice == min(plan.strategy.seconds.values())
+    margin = max(handicap(name, in_parts=True) for name in plan.strategy.seconds)
+    assert plan.strategy.seconds_of_choice <= margin * min(plan.strategy.seconds.values())
     assert not plan.settings_for(AUTO).choose
     assert took < 2  # twice the limit, for other load
 
