@@ -278,19 +278,30 @@ def kept_encodings() -> dict[str, tuple[int, int, int]]:
     See ``native/src/kernels/layout/kept_encodings.h``.
     """
 
-def kept_form(encoding: str) -> dict[str, int | str | list[int]]:
+def kept_form(encoding: str) -> dict[str, int | float | str | list[int]]:
     """What the kernels have to know about a kept encoding, as ``KeptForm`` has it in
     ``native/src/kernels/layout/kept_encodings.h``.
 
     Returns:
-        ``code_bits``; ``table``: ``none``, ``iq4``, ``e2m1`` or ``e4m3``; ``values``: those of the 16 codes
-        of ``iq4`` and ``e2m1`` less the zero, else empty; ``subs``: sub-blocks of a group; ``words``: kind of
-        the scale words, by the names of the table there; ``zero``; ``super_halves``: fp16 values of a row in
-        the super field, an fp32 or a word being two; ``super_groups``: groups that share them, in gate, up
-        and dense matrices.
+        ``code_bits``; ``steps`` of 64 bytes that the q of a tile's group has; ``table``: ``none``, ``iq4``,
+        ``e2m1``, ``e4m3`` or ``grid``; ``values``: those of the 16 codes of ``iq4`` and ``e2m1`` less the
+        zero, else empty; ``subs``: sub-blocks of a group; ``words``: kind of the scale words, by the names of
+        the table there; ``unit``: what ``odd`` scales are multiplied with; ``zero``; ``super_halves``: fp16
+        values of a row in the super field, an fp32 or a word being two; ``super_groups``: groups that share
+        them, in gate, up and dense matrices.
 
     Raises:
         ValueError: The encoding is unknown.
+    """
+
+def kept_grid(encoding: str) -> _U32:
+    """The grid of a kept encoding: codes of neighbouring columns, without signs and deltas.
+
+    Returns:
+        ``[numbers, dwords]``; byte k of dword d of a number is the code of its column 4d + k.
+
+    Raises:
+        ValueError: The encoding is unknown or has no grid.
     """
 
 def decode_file_rows(encoding: str, rows: _U8, out: _F32 | _U16) -> float:

@@ -29,7 +29,8 @@ F32, F16, I32, BF16 = 0, 1, 26, 30
 PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2"), I32: ("I32", "<i4")}
 # Types whose values a store can keep, by ggml's number; see native/src/kernels/layout/kept_encodings.h.
 KEPT = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k"}
-KEPT |= {14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4"}
+KEPT |= {14: "q6_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s"}
+KEPT |= {22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 39: "mxfp4"}
 # Weights decoded at once; the temporaries of one piece fit the processor's caches.
 _PIECE = 1 << 20
 _CHUNK_BYTES = 8 << 20

@@ -25,6 +25,13 @@ GGUF = {
     "iq4_nl": ("IQ4_NL", (0,)),
     "iq4_xs": ("IQ4_XS", (0,)),
     "mxfp4": ("MXFP4", ()),
+    "iq2_xxs": ("IQ2_XXS", (0,)),
+    "iq2_xs": ("IQ2_XS", (0,)),
+    "iq2_s": ("IQ2_S", (0,)),
+    "iq3_xxs": ("IQ3_XXS", (0,)),
+    "iq3_s": ("IQ3_S", (0,)),
+    "iq1_s": ("IQ1_S", (0,)),
+    "iq1_m": ("IQ1_M", ()),
 }
 # Those of quantised checkpoints.
 OWN = ("int4", "int4_32", "int8", "int8_32", "nvfp4")
@@ -33,7 +40,16 @@ DENSE_ENCODINGS = (*ENCODINGS, "fp8")  # the last one not of experts
 # Mean magnitude of the integers that the scales are multiplied with, so that weights are near 0.1.
 _MAGNITUDE = {"q2_k": 12, "q3_k": 40, "q4_k": 240, "q5_k": 480, "q6_k": 1000, "iq4_xs": 800, "q8_0": 64}
 FINITE_E4M3 = np.append(np.arange(0x7F), 0x80 + np.arange(0x7F)).astype(np.uint8)
-_MAGNITUDE |= {"iq4_nl": 60, "int8": 80, "int8_32": 80}
+_MAGNITUDE |= {
+    "iq4_nl": 60,
+    "int8": 80,
+    "int8_32": 80,
+    "iq2_xxs": 50,
+    "iq2_xs": 50,
+    "iq2_s": 50,
+    "iq3_xxs": 130,
+}
+_MAGNITUDE |= {"iq3_s": 130}
 
 
 def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) -> np.ndarray:
@@ -58,6 +74,11 @@ def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) 
     for place in GGUF[encoding][1] if encoding in GGUF else ():
         scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16)
         data[:, :, place : place + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
+    if encoding == "iq1_m":  # the scale is in the highest four bits of four words
+        scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16).view(np.uint16)
+        for word in range(4):
+            data[:, :, 49 + 2 * word] &= 15
+            data[:, :, 49 + 2 * word] |= (scales >> (4 * word) & 15).astype(np.uint8) << 4
     if encoding == "mxfp4":
         data[:, :, 0] = rng.integers(119, 124, (rows, columns // block))
     return data.reshape(rows, -1)

@@ -10,7 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from moechat.offload.kernels.triton_kept_codes import kept_values, steps_of, super_values
+from moechat.offload.kernels.triton_kept_codes import HALVES, kept_values, steps_of, super_values
+from moechat.offload.kernels.triton_kept_grids import factor_words, grid_codes
 
 
 @triton.jit
@@ -70,10 +71,16 @@ def kept_group_products(
 ):  # fmt: skip
     column = tl.arange(0, 64)
     inputs = tl.load(x[:, :, :, None] + column, mask=column < last[:, :, :, None], other=0.0).to(tl.float32)
-    codes = _kept_plane(words, real, 0, FIRST)
-    if SECOND:
-        codes |= _kept_plane(words, real, 32 * FIRST, SECOND) << FIRST
     scales = tl.load(sz, mask=real, other=0)[:, :, :, None]
+    if SCALES < HALVES:
+        at, there = words[:, :, :, None], real[:, :, :, None]
+        packed = grid_codes(at, scales, column // 4, there, table, SCALES)
+        codes = (packed >> (8 * (column % 4))) & 255
+        scales = factor_words(at, scales, column // 32, there, SCALES)
+    else:
+        codes = _kept_plane(words, real, 0, FIRST)
+        if SECOND:
+            codes |= _kept_plane(words, real, 32 * FIRST, SECOND) << FIRST
     first, second = super_values(supers, real, SUPERS, SCALES)
     step, minimum = steps_of(
         scales, first[:, :, :, None], second[:, :, :, None], column // (64 // SUBS), SUPERS, SCALES

@@ -1,7 +1,7 @@
 """Triton kernels over dense matrices in kept encodings: the values of a file, not quantised again.
 
 See :mod:`moechat.offload.kernels.triton_kept_codes` for encodings, and for the meaning of ``TABLE`` to
-``SHARED``; ``FIRST`` and ``SECOND`` are the bits of the planes.
+``SHARED``; ``FIRST`` and ``SECOND`` are the bits of the planes, 8 and 0 where codes come from a grid.
 
 A *piece* is the part of a plane's word, or the words, whose columns lie in one sub-block. Products are added
 by piece, so that steps and mins are applied once for each.
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from moechat.offload.kernels.triton_kept_codes import (
+    HALVES,
     MINS,
     kept_values,
     place_in_word,
@@ -24,6 +25,7 @@ from moechat.offload.kernels.triton_kept_codes import (
     super_of,
     super_values,
 )
+from moechat.offload.kernels.triton_kept_grids import factor_words, grid_codes, group_words
 from moechat.offload.kernels.triton_linear import store_rows
 
 
@@ -92,21 +94,32 @@ def _plane(
     COLUMNS: tl.constexpr = 64 // PIECES
     piece = tl.arange(0, PIECES)
     column = tl.arange(0, COLUMNS)
-    word = PLACE + piece * STEPS // PIECES * 16
-    at = group[:, None] * GROUP_WORDS + word[None, :]
-    packed = tl.load(words[None, None, :] + at[:, :, None], mask=there[:, None, :], other=0)
+    if SCALES < HALVES:
+        scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
+        at_group = (words[None, :] + group[:, None] * GROUP_WORDS)[:, None, :]
+        # A piece is a code dword.
+        dword = piece[None, :, None]
+        packed = grid_codes(at_group, scales[:, None, :], dword, there[:, None, :], table, SCALES)
+    else:
+        word = PLACE + piece * STEPS // PIECES * 16
+        at = group[:, None] * GROUP_WORDS + word[None, :]
+        packed = tl.load(words[None, None, :] + at[:, :, None], mask=there[:, None, :], other=0)
     codes = _piece_codes(
         packed[None, :, :, :], piece[None, None, :, None], column[:, None, None, None], PIECES, WIDTH
     )
     place_of_x = group[None, :, None] * 64 + piece[None, None, :] * COLUMNS + column[:, None, None]
     inputs = tl.load(x + place_of_x, mask=place_of_x < cols, other=0.0).to(tl.float32)
     products = tl.sum(inputs[:, :, :, None] * kept_values(codes, table, TABLE, ZERO), axis=0)
-    scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
+    if SCALES >= HALVES:
+        scales = tl.load(sz[None, :] + group[:, None] * 16, mask=there, other=0)
     sub = (piece * SUBS // PIECES)[None, :, None]
     first, second = _super_values(
         data, super_at, tile[None, :], group[:, None], groups, row[None, :], there, SCALES, SUPERS, SHARED
     )
-    step, minimum = steps_of(scales[:, None, :], first[:, None, :], second[:, None, :], sub, SUPERS, SCALES)
+    factors = scales[:, None, :]
+    if SCALES < HALVES:
+        factors = factor_words(at_group, factors, dword // 8, there[:, None, :], SCALES)
+    step, minimum = steps_of(factors, first[:, None, :], second[:, None, :], sub, SUPERS, SCALES)
     terms = products * (step * (1 << SHIFT))
     if SHIFT == 0 and SCALES >= MINS:
         terms -= tl.sum(inputs, axis=0)[:, :, None] * minimum
@@ -140,11 +153,11 @@ def few(
 ):
     """``ROWS`` outputs of one token, products and sums in float32. Program (token, part of the rows).
 
-    ``super_at`` is the offset of the super field, ``table`` has the values of IQ4 codes.
+    ``super_at`` is the offset of the super field, ``table`` that of ``kept_form.value_table``.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+    GROUP_WORDS: tl.constexpr = group_words(FIRST, SECOND, SCALES)
     tile, words, scales = _rows_of(data, sz, row, groups, 0, GROUP_WORDS)
     present = tile < tiles
     total = tl.zeros([ROWS], dtype=tl.float32)
@@ -168,7 +181,7 @@ def few(
 
 @triton.jit
 def _plane_codes(words, group, there, PLACE: tl.constexpr, WIDTH: tl.constexpr, GROUP_WORDS: tl.constexpr):
-    """Codes int32 ``[GROUPS, steps, columns of a word, ROWS]`` of a plane."""
+    """Codes int32 ``[GROUPS, words of a row, columns of a word, ROWS]`` of a plane."""
     STEPS: tl.constexpr = 2 * WIDTH
     step = tl.arange(0, STEPS)
     at = group[:, None] * GROUP_WORDS + PLACE + step[None, :] * 16
@@ -204,23 +217,34 @@ def unpack(
     Program (part of the rows, part of the groups).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    GROUP_WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+    GROUP_WORDS: tl.constexpr = group_words(FIRST, SECOND, SCALES)
     tile, words, scales = _rows_of(data, sz, row, groups, first_tile, GROUP_WORDS)
     first = tl.program_id(1) * GROUPS
     group = first + tl.arange(0, GROUPS)
     there = (group < groups)[:, None] & (row < rows)[None, :]
     SUB_COLUMNS: tl.constexpr = 64 // SUBS
-    codes = tl.reshape(
-        _plane_codes(words, group, there, 0, FIRST, GROUP_WORDS), [GROUPS, SUBS, SUB_COLUMNS, ROWS]
-    )
-    if SECOND:
-        high = _plane_codes(words, group, there, 32 * FIRST, SECOND, GROUP_WORDS)
-        codes |= tl.reshape(high, [GROUPS, SUBS, SUB_COLUMNS, ROWS]) << FIRST
-    both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
+    if SCALES < HALVES:
+        both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
+        at_group = (words[None, :] + group[:, None] * GROUP_WORDS)[:, None, :]
+        dword = tl.arange(0, 16)[None, :, None]
+        packed = grid_codes(at_group, both[:, None, :], dword, there[:, None, :], table, SCALES)
+        low = (packed[:, :, None, :] >> (8 * tl.arange(0, 4))[None, None, :, None]) & 255
+        codes = tl.reshape(low, [GROUPS, SUBS, SUB_COLUMNS, ROWS])
+    else:
+        codes = tl.reshape(
+            _plane_codes(words, group, there, 0, FIRST, GROUP_WORDS), [GROUPS, SUBS, SUB_COLUMNS, ROWS]
+        )
+        if SECOND:
+            high = _plane_codes(words, group, there, 32 * FIRST, SECOND, GROUP_WORDS)
+            codes |= tl.reshape(high, [GROUPS, SUBS, SUB_COLUMNS, ROWS]) << FIRST
+        both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
     one, two = _super_values(
         data, super_at, tile[None, :], group[:, None], groups, row[None, :], there, SCALES, SUPERS, SHARED
     )
     sub = tl.arange(0, SUBS)[None, :, None]
-    step, minimum = steps_of(both[:, None, :], one[:, None, :], two[:, None, :], sub, SUPERS, SCALES)
+    factors = both[:, None, :]
+    if SCALES < HALVES:
+        factors = factor_words(at_group, factors, sub * 2 // SUBS, there[:, None, :], SCALES)
+    step, minimum = steps_of(factors, one[:, None, :], two[:, None, :], sub, SUPERS, SCALES)
     values = kept_values(codes, table, TABLE, ZERO) * step[:, :, None, :] - minimum[:, :, None, :]
     store_rows(out, tl.reshape(values, [GROUPS * 64, ROWS]), row, rows, first * 64, cols)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moechat.offload.kernels.triton_blocks import activate
 from moechat.offload.kernels.triton_kept_codes import (
+    HALVES,
     MINS,
     kept_values,
     place_in_word,
@@ -22,6 +23,7 @@ from moechat.offload.kernels.triton_kept_codes import (
     super_of,
     super_values,
 )
+from moechat.offload.kernels.triton_kept_grids import factor_words, grid_codes, group_words
 
 
 @triton.jit
@@ -43,6 +45,26 @@ def _sub_codes(
     place = place_in_word(SUB * COLUMNS % PER + tl.arange(0, COLUMNS // WORDS), WIDTH)
     codes = (packed[:, None, :] >> place[None, :, None]) & ((1 << WIDTH) - 1)
     return tl.reshape(codes, [COLUMNS, ROWS])
+
+
+@triton.jit
+def _sub_grid_codes(
+    words,
+    rows,
+    scales,
+    table,
+    SUB: tl.constexpr,
+    SUBS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """As :func:`_sub_codes`, from the numbers of a grid; ``scales`` int32 ``[ROWS]``."""
+    DWORDS: tl.constexpr = 16 // SUBS
+    dword = SUB * DWORDS + tl.arange(0, DWORDS)
+    every = tl.full([1, 1], True, tl.int1)
+    packed = grid_codes((words + rows)[None, :], scales[None, :], dword[:, None], every, table, SCALES)
+    codes = (packed[:, None, :] >> (8 * tl.arange(0, 4))[None, :, None]) & 255
+    return tl.reshape(codes, [64 // SUBS, ROWS])
 
 
 @triton.jit
@@ -70,9 +92,14 @@ def _sub_dot(
     ``words`` points to the first word of the group, ``rows`` ``[ROWS]`` is the offset in words of each row's
     lane in its tile; ``scales`` int32, ``first`` and ``second`` ``[ROWS]``.
     """
-    codes = _sub_codes(words, rows, SUB, SUBS, 0, FIRST, ROWS)
-    if SECOND:
-        codes |= _sub_codes(words, rows, SUB, SUBS, 32 * FIRST, SECOND, ROWS) << FIRST
+    if SCALES < HALVES:
+        codes = _sub_grid_codes(words, rows, scales, table, SUB, SUBS, SCALES, ROWS)
+        every = tl.full([1], True, tl.int1)
+        scales = factor_words(words + rows, scales, SUB * 2 // SUBS, every, SCALES)
+    else:
+        codes = _sub_codes(words, rows, SUB, SUBS, 0, FIRST, ROWS)
+        if SECOND:
+            codes |= _sub_codes(words, rows, SUB, SUBS, 32 * FIRST, SECOND, ROWS) << FIRST
     # Integers of 8 bits and a sign, which 16-bit floats hold exactly.
     weights = kept_values(codes, table, TABLE, ZERO).to(values.dtype)
     step, minimum = steps_of(scales, first, second, SUB, SUPERS, SCALES)
@@ -146,7 +173,7 @@ def neurons(
         neuron = part * ROWS + tl.arange(0, ROWS)
         tile = neuron // 16
         lane = neuron % 16
-        WORDS: tl.constexpr = 32 * (FIRST + SECOND)
+        WORDS: tl.constexpr = group_words(FIRST, SECOND, SCALES)
         rows = tile * (GROUPS * WORDS) + lane
         lanes = tile * (GROUPS * 16) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
@@ -234,7 +261,7 @@ def outputs(
         output = part * ROWS + tl.arange(0, ROWS)
         tile = output // 16
         lane = output % 16
-        rows = tile * (32 * (DOWN_FIRST + DOWN_SECOND)) + lane
+        rows = tile * group_words(DOWN_FIRST, DOWN_SECOND, DOWN_SCALES) + lane
         every = tl.full([ROWS], True, tl.int1)
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count

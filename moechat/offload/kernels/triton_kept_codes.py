@@ -3,7 +3,8 @@
 The byte map is in ``native/src/kernels/layout/kept_encodings.h``. A group of 64 columns is cut into 2 or 4
 sub-blocks, and a weight is ``step * code - min`` with a step and a min of its sub-block. Column ``4d + k`` of
 a group is byte ``k`` of code dword ``d``, and dwords are cut into planes of 8, 4, 2 or 1 bits. A word of a
-plane therefore has neighbouring columns, in the order of :func:`place_in_word`.
+plane therefore has neighbouring columns, in the order of :func:`place_in_word`. Encodings with grids have
+numbers in place of planes, see :mod:`moechat.offload.kernels.triton_kept_grids`.
 
 Compile-time parameters ``TABLE`` to ``SHARED`` come from
 :func:`moechat.offload.kernels.kept_form.kept_constants`.
@@ -20,17 +21,26 @@ IQ4 = tl.constexpr(1)
 E2M1 = tl.constexpr(2)
 FP8 = tl.constexpr(3)
 
-HALVES = tl.constexpr(0)
-EXPONENTS = tl.constexpr(1)
-SIGNED2 = tl.constexpr(2)
-SIGNED4 = tl.constexpr(3)
-E4M3 = tl.constexpr(4)
-WHOLES = tl.constexpr(5)
+# Kinds of scale words. Of encodings with grids each has one of its own, which tells the encoding, too.
+IQ2_XXS = tl.constexpr(0)
+IQ2_XS = tl.constexpr(1)
+IQ2_S = tl.constexpr(2)
+IQ3_XXS = tl.constexpr(3)
+IQ3_S = tl.constexpr(4)
+IQ1_S = tl.constexpr(5)
+IQ1_M = tl.constexpr(6)
+# From here on codes are in planes.
+HALVES = tl.constexpr(7)
+EXPONENTS = tl.constexpr(8)
+SIGNED2 = tl.constexpr(9)
+SIGNED4 = tl.constexpr(10)
+E4M3 = tl.constexpr(11)
+WHOLES = tl.constexpr(12)
 # From here on sub-blocks have mins.
-MINS = tl.constexpr(6)
-FACTORS = tl.constexpr(7)
-NIBBLES = tl.constexpr(8)
-FLOATS = tl.constexpr(9)
+MINS = tl.constexpr(13)
+FACTORS = tl.constexpr(14)
+NIBBLES = tl.constexpr(15)
+FLOATS = tl.constexpr(16)
 
 
 @triton.jit
@@ -116,11 +126,30 @@ def super_values(pointers, there, SUPERS: tl.constexpr, SCALES: tl.constexpr):
 
 
 @triton.jit
+def _odd_step(words, first, sub, SUPERS: tl.constexpr, SCALES: tl.constexpr):
+    """Steps, float32, of sub-blocks of encodings with grids: a number of the file times an odd factor."""
+    if SCALES == IQ2_XXS or SCALES == IQ3_XXS:
+        factor = (words >> 28) & 15
+    elif SCALES == IQ2_XS:
+        factor = (words >> (4 * sub)) & 15
+    elif SCALES == IQ2_S or SCALES == IQ3_S:
+        factor = (words >> (16 + 4 * sub)) & 15
+    elif SCALES == IQ1_S:
+        factor = (words >> (12 + 16 * sub)) & 7
+    else:
+        tl.static_assert(SCALES == IQ1_M)
+        factor = (words >> (3 * sub)) & 7
+    UNIT: tl.constexpr = 1.0 if SCALES == IQ3_S else 0.25 if SCALES == IQ3_XXS else 0.125
+    number = first if SUPERS else _fp16(words >> 16)
+    return number * ((2 * factor + 1).to(tl.float32) * UNIT)
+
+
+@triton.jit
 def steps_of(words, first, second, sub, SUPERS: tl.constexpr, SCALES: tl.constexpr):
     """Steps and mins, float32, of sub-blocks.
 
     Args:
-        words: int32 scale words.
+        words: int32 scale words; of encodings with grids those of ``triton_kept_grids.factor_words``.
         first: From :func:`super_values`, as ``second``.
         sub: Numbers of sub-blocks, which broadcast with ``words``.
     """
@@ -143,9 +172,10 @@ def steps_of(words, first, second, sub, SUPERS: tl.constexpr, SCALES: tl.constex
         step = first * _signed(words, 8 * sub)
     elif SCALES == FACTORS:
         step = first * ((words >> (8 * sub)) & 255).to(tl.float32)
-    else:
-        tl.static_assert(SCALES == NIBBLES)
+    elif SCALES == NIBBLES:
         step = first * ((words >> (8 * sub)) & 15).to(tl.float32)
+    else:
+        step = _odd_step(words, first, sub, SUPERS, SCALES)
     if SCALES == MINS:
         minimum = -tl.where(sub == 0, first, second)
     elif SCALES == FACTORS:

@@ -2,7 +2,8 @@
 
 Gate and up have one encoding, down has another; see :mod:`moechat.offload.kernels.triton_kept_codes`. Inputs
 are multiplied with codes as in :mod:`moechat.offload.kernels.triton_codes`, a sub-block at a time; steps and
-mins are applied to the sums.
+mins are applied to the sums. Words of grids' numbers become code dwords a half at a time; see
+:mod:`moechat.offload.kernels.triton_kept_grids`.
 
 Launched by :mod:`moechat.offload.kernels.launch`, which gives the meaning of the arguments.
 """
@@ -24,6 +25,7 @@ from moechat.offload.kernels.triton_codes import (
 )
 from moechat.offload.kernels.triton_kept_codes import (
     E2M1,
+    HALVES,
     MINS,
     NO_TABLE,
     kept_values,
@@ -31,6 +33,7 @@ from moechat.offload.kernels.triton_kept_codes import (
     super_of,
     super_values,
 )
+from moechat.offload.kernels.triton_kept_grids import grid_steps, group_words, half_codes
 
 
 @triton.jit
@@ -200,24 +203,38 @@ def _pair_products(
     gate = tl.zeros([x.shape[0], words.shape[1], words.shape[2]], dtype=tl.float32)
     up = tl.zeros_like(gate)
     gate_scales = tl.load(sz)
+    gate_factors = gate_scales
     gate_first, gate_second = super_values(supers, every, SUPERS, SCALES)
     if GATED:
         up_scales = tl.load(sz + UP_SZ)
+        up_factors = up_scales
         up_first, up_second = super_values(supers + UP_SUPER, every, SUPERS, SCALES)
+    if SCALES < HALVES:
+        gate_words = plane_words(words, every, 0, grid_steps(SCALES), False)
+        if GATED:
+            up_words = plane_words(words + UP, every, 0, grid_steps(SCALES), False)
+        issue_loads()
     # With more words at once a thread has too few registers.
     PARTS: tl.constexpr = 1 if FIRST + SECOND <= 4 else 2
     for part in tl.static_range(PARTS):
-        low, high = _part_words(words, every, part, PARTS, FIRST, SECOND, False)
-        if GATED:
-            up_low, up_high = _part_words(words + UP, every, part, PARTS, FIRST, SECOND, False)
+        if SCALES < HALVES:
+            low, gate_factors = half_codes(gate_words, gate_scales, table, part, SCALES)
+            high = low
+            if GATED:
+                up_low, up_factors = half_codes(up_words, up_scales, table, part, SCALES)
+                up_high = up_low
+        else:
+            low, high = _part_words(words, every, part, PARTS, FIRST, SECOND, False)
+            if GATED:
+                up_low, up_high = _part_words(words + UP, every, part, PARTS, FIRST, SECOND, False)
         issue_loads()
         gate = _part_products(
-            gate, x, last, low, high, gate_scales, gate_first, gate_second, table,
+            gate, x, last, low, high, gate_factors, gate_first, gate_second, table,
             part, PARTS, FIRST, SECOND, TABLE, SUBS, SCALES, ZERO, SUPERS, MASKED,
         )  # fmt: skip
         if GATED:
             up = _part_products(
-                up, x, last, up_low, up_high, up_scales, up_first, up_second, table,
+                up, x, last, up_low, up_high, up_factors, up_first, up_second, table,
                 part, PARTS, FIRST, SECOND, TABLE, SUBS, SCALES, ZERO, SUPERS, MASKED,
             )  # fmt: skip
     return gate, up
@@ -246,13 +263,21 @@ def _group_products(
     """
     total = tl.zeros([x.shape[0], words.shape[1], words.shape[2]], dtype=tl.float32)
     scales = packed_words(sz, real, PARTLY)
+    factors = scales
     first, second = super_values(supers, real, SUPERS, SCALES)
+    if SCALES < HALVES:
+        packed = plane_words(words, real, 0, grid_steps(SCALES), PARTLY)
+        issue_loads()
     PARTS: tl.constexpr = 1 if FIRST + SECOND <= 4 else 2
     for part in tl.static_range(PARTS):
-        low, high = _part_words(words, real, part, PARTS, FIRST, SECOND, PARTLY)
+        if SCALES < HALVES:
+            low, factors = half_codes(packed, scales, table, part, SCALES)
+            high = low
+        else:
+            low, high = _part_words(words, real, part, PARTS, FIRST, SECOND, PARTLY)
         issue_loads()
         total = _part_products(
-            total, x, last, low, high, scales, first, second, table,
+            total, x, last, low, high, factors, first, second, table,
             part, PARTS, FIRST, SECOND, TABLE, SUBS, SCALES, ZERO, SUPERS, False,
         )  # fmt: skip
     return total
@@ -332,8 +357,8 @@ def blocks(
     begins = tl.maximum(first_block, split_begin)
     ends = tl.minimum(first_block + entries, (split + 1) * BLOCKS // SPLITS)
     if (chunk * TOKENS < count) & (begins < ends):
-        WORDS: tl.constexpr = 32 * (FIRST + SECOND)
-        DOWN_WORDS: tl.constexpr = 32 * (DOWN_FIRST + DOWN_SECOND)
+        WORDS: tl.constexpr = group_words(FIRST, SECOND, SCALES)
+        DOWN_WORDS: tl.constexpr = group_words(DOWN_FIRST, DOWN_SECOND, DOWN_SCALES)
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
         # What is read in place of an absent item is not stored.

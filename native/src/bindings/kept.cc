@@ -11,6 +11,7 @@
 #include "bindings/gil.h"
 #include "bindings/packing.h"
 #include "kernels/layout/gguf_blocks.h"
+#include "kernels/layout/grids.h"
 #include "kernels/layout/half.h"
 #include "kernels/layout/kept_encodings.h"
 #include "kernels/threads/thread_pool.h"
@@ -148,15 +149,15 @@ py::dict kept_encodings_py() {
 }
 
 const char* table_name(CodeTable table) {
-  constexpr const char* kNames[] = {"none", "iq4", "e2m1", "e4m3"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(CodeTable::kE4m3) + 1, "a name each");
+  constexpr const char* kNames[] = {"none", "iq4", "e2m1", "e4m3", "grid"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(CodeTable::kGrid) + 1, "a name each");
   return kNames[static_cast<int>(table)];
 }
 
 const char* words_name(ScaleWords words) {
-  constexpr const char* kNames[] = {"halves",  "mins",    "exponents", "signed2", "signed4",
-                                    "factors", "nibbles", "floats",    "e4m3",    "wholes"};
-  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kWholes) + 1, "a name each");
+  constexpr const char* kNames[] = {"halves",  "mins",   "exponents", "signed2", "signed4", "factors",
+                                    "nibbles", "floats", "e4m3",      "wholes",  "odd"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(ScaleWords::kOdd) + 1, "a name each");
   return kNames[static_cast<int>(words)];
 }
 
@@ -169,14 +170,23 @@ py::dict kept_form_py(const std::string& encoding) {
   }
   py::dict found;
   found["code_bits"] = form.code_bits;
+  found["steps"] = form.steps();
   found["table"] = table_name(form.table);
   found["values"] = values;
   found["subs"] = form.subs;
   found["words"] = words_name(form.words);
+  found["unit"] = form.words == ScaleWords::kOdd ? odd_scales(kept_encoding_of(encoding)).unit : 1.0f;
   found["zero"] = form.zero;
   found["super_halves"] = form.super_halves;
   found["super_groups"] = form.super_groups;
   return found;
+}
+
+py::array_t<std::uint32_t> kept_grid_py(const std::string& name) {
+  const Encoding encoding = kept_encoding_of(name);
+  if (kept_form(encoding).table != CodeTable::kGrid) refuse("encoding \"" + name + "\" has no grid");
+  const Grid grid = grid_of(encoding);
+  return py::array_t<std::uint32_t>({grid.numbers, grid.dwords()}, grid.codes);
 }
 
 }  // namespace
@@ -189,6 +199,7 @@ void bind_kept(py::module_& m) {
   m.def("check_file_rows", &check_file_rows_py, py::arg("encoding"), py::arg("rows"));
   m.def("kept_encodings", &kept_encodings_py);
   m.def("kept_form", &kept_form_py, py::arg("encoding"));
+  m.def("kept_grid", &kept_grid_py, py::arg("encoding"));
   m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());
 }

@@ -197,7 +197,7 @@ def test_outputs_of_kept_weights_match_the_cpu(encoding: str, tokens: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("encoding", ["q4_0", "q5_1", "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4"])
+@pytest.mark.parametrize("encoding", ["q4_0", "q5_1", "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4", "iq2_s"])
 def test_kept_weights_take_sixteen_bit_inputs(encoding: str, tokens: int, dtype: torch.dtype) -> None:
     made, data, added = kept_layer(48, 512, encoding, bias=True, dtype=dtype)
     x = inputs(tokens, 512, dtype)

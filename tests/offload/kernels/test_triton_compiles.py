@@ -56,19 +56,21 @@ def test_packed_dense_layers_compile(dtype, capabilities):
 
 
 def test_dense_layers_in_kept_encodings_compile():
-    # Codes of one and of two planes, with a table of either kind, and every kind of scale words.
-    names = "q8_0,q5_1,q2_k,q3_k,q4_k,q6_k,iq4_xs,mxfp4,int4_32,nvfp4,fp8"
+    # Codes of one and of two planes, with a table of either kind, and every kind of scale words; grids of 8
+    # and of 4 columns, with signs and with deltas.
+    names = "q8_0,q5_1,q2_k,q3_k,q4_k,q6_k,iq4_xs,mxfp4,int4_32,nvfp4,fp8,iq2_xxs,iq3_s,iq1_m"
     results = compiled("86", names, "", "bfloat16")
-    assert len(results) == 11 * 2 * 2
+    assert len(results) == 14 * 2 * 2
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
     # E2M1 codes are subnormal numbers, which must not be flushed to 0.
     assert all(one["flushing"] == one["spilled"] == 0 for one in results.values())
 
 
-# Few and many columns with a scale, one plane and two, with each table and without.
-KEPT = ("q4_k:q6_k", "mxfp4:q8_0", "int4_32:nvfp4")
+# Few and many columns with a scale, one plane and two, with each table and without, a grid.
+KEPT = ("iq2_xxs:q6_k", "q4_k:mxfp4", "int4_32:nvfp4")
 OTHERS = ("q8_0:q8_0", "q5_1:q5_k", "iq4_xs:mxfp4", "q6_k:iq4_nl", "q3_k:q2_k", "q4_0:q4_1", "q5_k:q5_0")
-OTHERS += ("nvfp4:int8", "q2_k:q3_k")
+OTHERS += ("nvfp4:int8", "q2_k:q3_k", "q4_k:q6_k", "mxfp4:q8_0")
+GRIDS = ("iq2_s:iq2_xs", "iq3_s:iq1_m", "iq1_s:iq3_xxs", "iq1_m:iq2_xxs")
 
 
 def check_kept(capability, pairs, items):
@@ -91,8 +93,9 @@ def test_experts_in_kept_encodings_compile():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["75", "86", "90", "120"])
-def test_experts_in_every_encoding_compile_for_every_generation(capability):
-    check_kept(capability, KEPT + OTHERS, "1,3,40")
+@pytest.mark.parametrize("pairs", [KEPT[1:] + OTHERS, KEPT[:1] + GRIDS], ids=["planes", "grids"])
+def test_experts_in_every_encoding_compile_for_every_generation(capability, pairs):
+    check_kept(capability, pairs, "1,3,40")
 
 
 def test_lookups_of_pages_compile():

@@ -20,7 +20,8 @@ constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of inputs that 
 
 enum Scratch : int { kInputs, kSums, kPlanes, kScales, kManyInputs, kRanges };
 
-LinearLayout layout_of(std::int64_t rows, std::int64_t cols, Encoding encoding, int bits) {
+LinearLayout layout_of(std::int64_t rows, std::int64_t cols, Encoding encoding, int bits,
+                       std::int64_t group_bytes) {
   check_dimension("rows", rows);
   check_dimension("cols", cols);
   LinearLayout layout{};
@@ -30,7 +31,7 @@ LinearLayout layout_of(std::int64_t rows, std::int64_t cols, Encoding encoding, 
   layout.bits = bits;
   layout.tiles = (rows + kTileRows - 1) / kTileRows;
   layout.groups = (cols + kGroupColumns - 1) / kGroupColumns;
-  layout.group_bytes = std::int64_t{kTileRows} * kGroupColumns * bits / 8;
+  layout.group_bytes = group_bytes;
   layout.sz = layout.tiles * layout.groups * layout.group_bytes;
   layout.super = layout.sz + layout.tiles * layout.groups * kScaleBytes;
   layout.nbytes = layout.super;
@@ -50,12 +51,13 @@ LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) 
   if (bits != 2 && bits != 3 && bits != 4 && bits != 8) {
     throw std::invalid_argument(std::to_string(bits) + " bits are not supported here; choose 2, 3, 4 or 8");
   }
-  return layout_of(rows, cols, plain_encoding(bits), bits);
+  return layout_of(rows, cols, plain_encoding(bits), bits,
+                   std::int64_t{kTileRows} * kGroupColumns * bits / 8);
 }
 
 LinearLayout make_kept_linear_layout(std::int64_t rows, std::int64_t cols, Encoding encoding) {
   check_columns("cols", cols, encoding);
-  return layout_of(rows, cols, encoding, kept_form(encoding).code_bits);
+  return layout_of(rows, cols, encoding, kept_form(encoding).code_bits, kept_group_bytes(encoding));
 }
 
 void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads,

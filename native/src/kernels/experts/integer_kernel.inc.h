@@ -54,7 +54,7 @@ template <class W, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
                                          const TokenInputs (&inputs)[kTokens], std::int64_t ahead,
                                          const Keeping& keeping, Vec (&acc)[kStreams][kTokens]) {
-  constexpr std::int64_t kBytes = W::kGroupBytes;
+  const std::int64_t bytes = W::group_bytes(keeping.group_bytes);
   const unsigned char* q[kStreams];
   const unsigned char* sz[kStreams];
   const std::int8_t* x[kTokens];
@@ -64,21 +64,21 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
     for (int t = 0; t < kTokens; ++t) acc[s][t] = zero();
   }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
-  const std::int64_t groups_ahead = ahead / kBytes;
+  const std::int64_t groups_ahead = ahead / bytes;
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::int64_t later = g + groups_ahead;
     for (const TileStream& stream : streams) {
       const bool within = later < groups;
       const std::int64_t which = within ? later : later - groups;
-      prefetch_codes((within ? stream.q : stream.next_q) + which * kBytes, kBytes,
+      prefetch_codes((within ? stream.q : stream.next_q) + which * bytes, bytes,
                      (within ? stream.sz : stream.next_sz) + which * kScaleBytes, kScaleBytes);
     }
     if constexpr (W::kKept) {
-      KeptScales at[kStreams];
+      KeptGroup at[kStreams];
       float x_scale[kTokens];
       const InputSums* sums[kTokens];
       for (int s = 0; s < kStreams; ++s) {
-        at[s] = {sz[s], keeping.super_of(streams[s].super, g)};
+        at[s] = {q[s], sz[s], keeping.super_of(streams[s].super, g)};
         // Supers of the tiles of a block lie one after the other.
         if (g % kSuperGroups == 0) __builtin_prefetch(at[s].super + kSuperAhead, 0, 3);
       }
@@ -86,7 +86,7 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
         x_scale[t] = inputs[t].scales[g];
         sums[t] = inputs[t].sums + g;
       }
-      add_kept_group<W, kPlanes>(q, at, keeping.encoding, keeping.table, x, x_scale, sums, acc);
+      add_kept_group<W, kPlanes>(at, keeping.book, x, x_scale, sums, acc);
     } else {
       VecI isum[kStreams][kTokens];
       group_dots<W::kBits, kPlanes>(q, sz, x, isum);
@@ -98,7 +98,7 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
       }
     }
     for (int s = 0; s < kStreams; ++s) {
-      q[s] += kBytes;
+      q[s] += bytes;
       sz[s] += kScaleBytes;
     }
     for (int t = 0; t < kTokens; ++t) x[t] += kPlanes * 64;
@@ -263,24 +263,24 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
 template <class W, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                                     std::int64_t tile, const OutputRows& to,
-                                    const TokenInputs (&inputs)[kTokens], VecI table) {
+                                    const TokenInputs (&inputs)[kTokens], const Codebook& book) {
   const BlockLayout& layout = *task.layout;
-  constexpr std::int64_t kBytes = W::kGroupBytes;
+  const std::int64_t bytes = W::group_bytes(layout.down_group_bytes);
   const unsigned char* q[kTiles];
   const unsigned char* sz[kTiles];
   const std::int8_t* x[kTokens];
   for (int i = 0; i < kTiles; ++i) {
-    q[i] = record + layout.down_q + (tile + i) * kBytes;
+    q[i] = record + layout.down_q + (tile + i) * bytes;
     sz[i] = record + layout.down_sz + (tile + i) * kScaleBytes;
   }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
   Vec partials[kTiles][kTokens];
   if constexpr (W::kKept) {
-    KeptScales at[kTiles];
+    KeptGroup at[kTiles];
     float x_scale[kTokens];
     const InputSums* sums[kTokens];
     for (int i = 0; i < kTiles; ++i) {
-      at[i] = {sz[i], super_tile(record, layout.down_super, layout.down_encoding, tile + i, 1, false)};
+      at[i] = {q[i], sz[i], super_tile(record, layout.down_super, layout.down_encoding, tile + i, 1, false)};
     }
     for (int t = 0; t < kTokens; ++t) {
       x_scale[t] = inputs[t].scales[0];
@@ -289,7 +289,7 @@ MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char
     for (int i = 0; i < kTiles; ++i) {
       for (int t = 0; t < kTokens; ++t) partials[i][t] = zero();
     }
-    add_kept_group<W, kPlanes>(q, at, layout.down_encoding, table, x, x_scale, sums, partials);
+    add_kept_group<W, kPlanes>(at, book, x, x_scale, sums, partials);
   } else {
     VecI isum[kTiles][kTokens];
     group_dots<W::kBits, kPlanes>(q, sz, x, isum);
@@ -320,27 +320,27 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
                           const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   constexpr int kStep = kWideDot && kTokens == 1 ? 2 : 1;
-  constexpr std::int64_t kBytes = W::kGroupBytes;
+  const std::int64_t bytes = W::group_bytes(layout.down_group_bytes);
   TokenInputs inputs[kTokens];
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
-  const std::int64_t tiles_ahead = task.reading.ahead / kBytes;
-  const VecI table = Keeping::of(layout.down_encoding, false).table;
+  const std::int64_t tiles_ahead = task.reading.ahead / bytes;
+  const Codebook book = Keeping::of(layout.down_encoding, false).book;
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
     // Near the end of the range, prefetch the beginning of the range in the next block.
     const std::int64_t later = tile + tiles_ahead;
     const unsigned char* at = later < end ? record : next_record;
     const std::int64_t which = later < end ? later : begin + (later - end);
-    prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
+    prefetch_codes(at + layout.down_q + which * bytes, kStep * bytes,
                    at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
     if constexpr (W::kKept) {
       const unsigned char* super = super_tile(at, layout.down_super, layout.down_encoding, which, 1, false);
       for (int i = 0; i < kStep; ++i) __builtin_prefetch(super + i * kStepBytes, 0, 3);
     }
-    output_tiles_of<W, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs, table);
+    output_tiles_of<W, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs, book);
   }
   if constexpr (kStep > 1) {
-    if (tile < end) output_tiles_of<W, kPlanes, 1, kTokens>(task, record, block, tile, to, inputs, table);
+    if (tile < end) output_tiles_of<W, kPlanes, 1, kTokens>(task, record, block, tile, to, inputs, book);
   }
 }
 
@@ -408,8 +408,7 @@ void entry_neurons_of(const ForwardTask& task, std::int64_t local) {
 template <class W, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, std::int64_t apart, bool more,
                                     std::int64_t token) {
-  constexpr std::int64_t kBytes = W::kGroupBytes;
-  const std::int64_t span = task.groups * kBytes;
+  const std::int64_t span = task.groups * W::group_bytes(task.group_bytes);
   const std::int64_t span_sz = task.groups * kScaleBytes;
   TileStream streams[kTiles];
   TokenInputs inputs[kTokens];

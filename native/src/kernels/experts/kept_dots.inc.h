@@ -4,10 +4,10 @@
 
 // isum[stream][token] of a sub-block.
 template <class W, int kPlanes, int kStreams, int kTokens>
-MOECHAT_INLINE void sub_dots(const unsigned char* const (&q)[kStreams], int sub, VecI table,
+MOECHAT_INLINE void sub_dots(const KeptGroup (&at)[kStreams], int sub, const Codebook& book,
                              const std::int8_t* const (&x)[kTokens], VecI (&isum)[kStreams][kTokens]) {
   VecI codes[kStreams][W::kDwords];
-  for (int s = 0; s < kStreams; ++s) W::codes(q[s], sub, table, codes[s]);
+  for (int s = 0; s < kStreams; ++s) W::codes(at[s], sub, book, codes[s]);
   const int first = sub * W::kDwords;
   if constexpr (kWideDot) {
     constexpr int kChains = 2 * kStreams * kTokens * kPlanes <= kMostChains ? 2 : 1;
@@ -85,14 +85,12 @@ MOECHAT_INLINE void sub_dots(const unsigned char* const (&q)[kStreams], int sub,
 
 // acc[stream][token] plus one group.
 template <class W, int kPlanes, int kStreams, int kTokens>
-MOECHAT_INLINE void add_kept_group(const unsigned char* const (&q)[kStreams],
-                                   const KeptScales (&at)[kStreams], Encoding encoding, VecI table,
+MOECHAT_INLINE void add_kept_group(const KeptGroup (&at)[kStreams], const Codebook& book,
                                    const std::int8_t* const (&x)[kTokens], const float (&x_scale)[kTokens],
                                    const InputSums* const (&sums)[kTokens], Vec (&acc)[kStreams][kTokens]) {
   if constexpr (kStreams > 1 && !kPairDots) {
     for (int s = 0; s < kStreams; ++s) {
-      const unsigned char* const one[1] = {q[s]};
-      const KeptScales one_at[1] = {at[s]};
+      const KeptGroup one[1] = {at[s]};
       const std::int8_t* again[kTokens];
       for (int t = 0; t < kTokens; ++t) {
         // Hides that the pointer is the same for every stream; see group_dots().
@@ -101,12 +99,15 @@ MOECHAT_INLINE void add_kept_group(const unsigned char* const (&q)[kStreams],
       }
       Vec one_acc[1][kTokens];
       for (int t = 0; t < kTokens; ++t) one_acc[0][t] = acc[s][t];
-      add_kept_group<W, kPlanes>(one, one_at, encoding, table, again, x_scale, sums, one_acc);
+      add_kept_group<W, kPlanes>(one, book, again, x_scale, sums, one_acc);
       for (int t = 0; t < kTokens; ++t) acc[s][t] = one_acc[0][t];
     }
   } else {
+    typename W::Room rooms[kStreams];
+    KeptGroup opened[kStreams];
+    for (int s = 0; s < kStreams; ++s) opened[s] = W::open(at[s], book, rooms + s);
     SubScales<W::kSubs> scales[kStreams];
-    for (int s = 0; s < kStreams; ++s) scales[s] = read_scales<W>(encoding, at[s]);
+    for (int s = 0; s < kStreams; ++s) scales[s] = read_scales<W>(book.encoding, at[s]);
     Vec u[kStreams][kTokens];
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) u[s][t] = zero();
@@ -114,7 +115,7 @@ MOECHAT_INLINE void add_kept_group(const unsigned char* const (&q)[kStreams],
     MOECHAT_UNROLL
     for (int sub = 0; sub < W::kSubs; ++sub) {
       VecI isum[kStreams][kTokens];
-      sub_dots<W, kPlanes>(q, sub, table, x, isum);
+      sub_dots<typename W::Opened, kPlanes>(opened, sub, book, x, isum);
       for (int s = 0; s < kStreams; ++s) {
         for (int t = 0; t < kTokens; ++t) {
           const float x_sum = sub_sum<W::kSubs>(*sums[t], sub);

@@ -16,12 +16,14 @@ constexpr int kTilesAbreast = 4;
 
 // values[16 * c]: 16 rows of column c.
 template <class W>
-void kept_values_of(Encoding encoding, const unsigned char* q, const KeptScales& at, float* values) {
+void kept_values_of(Encoding encoding, const KeptGroup& at, float* values) {
   const SubScales<W::kSubs> scales = read_scales<W>(encoding, at);
-  const VecI table = table_of(encoding);
+  const Codebook book = codebook_of(encoding);
+  typename W::Room room;
+  const KeptGroup opened = W::open(at, book, &room);
   for (int sub_block = 0; sub_block < W::kSubs; ++sub_block) {
     VecI codes[W::kDwords];
-    W::codes(q, sub_block, table, codes);
+    W::Opened::codes(opened, sub_block, book, codes);
     for (int i = 0; i < W::kDwords; ++i) {
       for (int k = 0; k < 4; ++k) {
         const Vec scaled = mul(scales.step[sub_block], unsigned_bits(codes[i], 8 * k, 8));
@@ -32,10 +34,10 @@ void kept_values_of(Encoding encoding, const unsigned char* q, const KeptScales&
   }
 }
 
-void fp8_values(const unsigned char* q, const KeptScales& at, float* values) {
+void fp8_values(const KeptGroup& at, float* values) {
   const Vec step = mul(as_float(loadi(at.words)), set1(kFp8Shift));
   for (int d = 0; d < 16; ++d) {
-    const VecI words = loadi(q + d * kStepBytes);
+    const VecI words = loadi(at.q + d * kStepBytes);
     for (int k = 0; k < 2; ++k) {
       Vec low, high;
       split_e4m3(k == 0 ? words : shr(words, 8), &low, &high);
@@ -45,27 +47,30 @@ void fp8_values(const unsigned char* q, const KeptScales& at, float* values) {
   }
 }
 
-__attribute__((noinline)) void kept_values(Encoding encoding, const unsigned char* q, const KeptScales& at,
-                                           float* values) {
+__attribute__((noinline)) void kept_values(Encoding encoding, const KeptGroup& at, float* values) {
   const KeptForm form = kept_form(encoding);
-  if (form.table == CodeTable::kE4m3) return fp8_values(q, at, values);
+  if (form.table == CodeTable::kE4m3) return fp8_values(at, values);
+  if (form.table == CodeTable::kGrid) {
+    return form.subs == 4 ? kept_values_of<Gridded<4>>(encoding, at, values)
+                          : kept_values_of<Gridded<2>>(encoding, at, values);
+  }
   if (form.table != CodeTable::kNone) {
-    return form.subs == 4 ? kept_values_of<Kept<4, true, 4>>(encoding, q, at, values)
-                          : kept_values_of<Kept<4, true, 2>>(encoding, q, at, values);
+    return form.subs == 4 ? kept_values_of<Kept<4, true, 4>>(encoding, at, values)
+                          : kept_values_of<Kept<4, true, 2>>(encoding, at, values);
   }
   switch (form.code_bits) {
     case 2:
-      return kept_values_of<Kept<2, false, 4>>(encoding, q, at, values);
+      return kept_values_of<Kept<2, false, 4>>(encoding, at, values);
     case 3:
-      return kept_values_of<Kept<3, false, 4>>(encoding, q, at, values);
+      return kept_values_of<Kept<3, false, 4>>(encoding, at, values);
     case 4:
-      return kept_values_of<Kept<4, false, 2>>(encoding, q, at, values);
+      return kept_values_of<Kept<4, false, 2>>(encoding, at, values);
     case 5:
-      return kept_values_of<Kept<5, false, 2>>(encoding, q, at, values);
+      return kept_values_of<Kept<5, false, 2>>(encoding, at, values);
     case 6:
-      return kept_values_of<Kept<6, false, 4>>(encoding, q, at, values);
+      return kept_values_of<Kept<6, false, 4>>(encoding, at, values);
     default:
-      return kept_values_of<Kept<8, false, 2>>(encoding, q, at, values);
+      return kept_values_of<Kept<8, false, 2>>(encoding, at, values);
   }
 }
 
@@ -93,8 +98,10 @@ void kept_neuron_tile(const ForwardTask& task, std::int64_t entry, int tile) {
       for (std::int64_t g = 0; g < layout.groups; ++g) {
         const std::int64_t at = tile * layout.groups + g;
         alignas(64) float values[kTileRows * kGroupColumns];
-        kept_values(layout.encoding, record + q[m] + at * layout.group_bytes,
-                    {record + sz[m] + at * kScaleBytes, keeping.super_of(super, g)}, values);
+        kept_values(layout.encoding,
+                    {record + q[m] + at * layout.group_bytes, record + sz[m] + at * kScaleBytes,
+                     keeping.super_of(super, g)},
+                    values);
         for (std::int64_t t = 0; t < tokens; ++t) {
           const std::int64_t token = task.row_token[item + first + t] - task.token_base;
           acc[m][t] =
@@ -119,8 +126,9 @@ void kept_output_range(const ForwardTask& task, std::int64_t entry, std::int64_t
   (void)item;
   for (std::int64_t tile = begin; tile < end; ++tile) {
     alignas(64) float values[kTileRows * kGroupColumns];
-    kept_values(layout.down_encoding, record + layout.down_q + tile * layout.down_group_bytes,
-                {record + layout.down_sz + tile * kScaleBytes,
+    kept_values(layout.down_encoding,
+                {record + layout.down_q + tile * layout.down_group_bytes,
+                 record + layout.down_sz + tile * kScaleBytes,
                  super_tile(record, layout.down_super, layout.down_encoding, tile, 1, false)},
                 values);
     const std::int64_t row = tile * kTileRows;
@@ -172,8 +180,9 @@ void kept_linear_abreast(const LinearTask& task, std::int64_t first) {
       const std::int64_t tile = first + i;
       const std::int64_t at = tile * task.groups + g;
       const unsigned char* super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
-      kept_values(task.encoding, task.q + at * task.group_bytes,
-                  {task.sz + at * kScaleBytes, keeping.super_of(super, g)}, values[i]);
+      kept_values(task.encoding,
+                  {task.q + at * task.group_bytes, task.sz + at * kScaleBytes, keeping.super_of(super, g)},
+                  values[i]);
     }
     const float* x = task.x + g * kGroupColumns;
     for (int c = 0; c < kGroupColumns; ++c) {
@@ -196,8 +205,9 @@ void kept_linear_tile(const LinearTask& task, std::int64_t tile) {
     for (std::int64_t g = 0; g < task.groups; ++g) {
       const std::int64_t at = tile * task.groups + g;
       alignas(64) float values[kTileRows * kGroupColumns];
-      kept_values(task.encoding, task.q + at * task.group_bytes,
-                  {task.sz + at * kScaleBytes, keeping.super_of(super, g)}, values);
+      kept_values(task.encoding,
+                  {task.q + at * task.group_bytes, task.sz + at * kScaleBytes, keeping.super_of(super, g)},
+                  values);
       const std::int64_t stride = task.groups * kGroupColumns;
       const float* x = task.x + first * stride + g * kGroupColumns;
       std::int64_t t = 0;

@@ -248,6 +248,59 @@ MOECHAT_INLINE void read_quarter(const LaneRows& rows, int quarter, LaneGroup* t
   }
 }
 
+// A quarter of a block of an encoding with a grid: the words of its q field.
+template <Encoding kEncoding>
+MOECHAT_INLINE void read_grid_quarter(const LaneRows& rows, int quarter, VecI* steps, LaneGroup* to,
+                                      VecI* bad) {
+  const auto half_at = [&rows](std::int64_t at) __attribute__((always_inline)) {
+    return at == 0 ? andi(rows.dword(0), seti(0xffffu)) : shr(rows.dword(at - 2), 16);
+  };
+  const auto pair = [&rows](std::int64_t at, VecI* first, VecI* second) __attribute__((always_inline)) {
+    *first = rows.dword(at);
+    *second = rows.dword(at + 4);
+  };
+  to->super = seti(0);
+  if constexpr (kEncoding == Encoding::kIq2Xxs) {
+    VecI words[4];
+    rows.dwords(2 + 16 * quarter, words);
+    steps[0] = words[0];
+    steps[1] = words[2];
+    steps[2] = words[1];
+    to->word = words[3];
+    to->super = half_at(0);
+  } else if constexpr (kEncoding == Encoding::kIq2Xs) {
+    rows.four(2 + 16 * quarter, steps);
+    to->word = ori(half_at(66 + 2 * quarter), shl(rows.dword(0), 16));
+  } else if constexpr (kEncoding == Encoding::kIq2S) {
+    pair(2 + 8 * quarter, steps, steps + 1);
+    pair(34 + 8 * quarter, steps + 2, steps + 3);
+    to->word = ori(half_at(66 + 2 * quarter), shl(half_at(74 + 2 * quarter), 16));
+    to->super = half_at(0);
+  } else if constexpr (kEncoding == Encoding::kIq3Xxs) {
+    rows.four(2 + 16 * quarter, steps);
+    pair(66 + 8 * quarter, steps + 4, &to->word);
+    to->super = half_at(0);
+  } else if constexpr (kEncoding == Encoding::kIq3S) {
+    rows.four(2 + 16 * quarter, steps);
+    pair(74 + 8 * quarter, steps + 4, steps + 5);
+    const VecI scales = bits_of(rows.dword(106), 8 * quarter, 8);
+    to->word = ori(half_at(66 + 2 * quarter), shl(scales, 16));
+    to->super = half_at(0);
+  } else if constexpr (kEncoding == Encoding::kIq1S) {
+    pair(2 + 8 * quarter, steps, steps + 1);
+    to->word = rows.dword(34 + 4 * quarter);
+    to->super = half_at(0);
+  } else {
+    static_assert(kEncoding == Encoding::kIq1M, "every encoding with a grid is read");
+    pair(8 * quarter, steps, steps + 1);
+    steps[2] = rows.dword(32 + 4 * quarter);
+    VecI d = seti(0);
+    for (int i = 0; i < 4; ++i) d = ori(d, shl(shr(half_at(48 + 2 * i), 12), 4 * i));
+    to->word = ori(andi(half_at(48 + 2 * quarter), seti(0xfffu)), shl(d, 16));
+  }
+  note_not_finite(odd_scales(kEncoding).own_d ? shr(to->word, 16) : to->super, bad);
+}
+
 // Stores bits [shift, shift + kBits) of the codes as a plane; returns where the next one begins.
 template <int kBits>
 MOECHAT_INLINE unsigned char* store_plane(const VecI (&codes)[16], int shift, unsigned char* plane) {
@@ -271,7 +324,12 @@ bool pack_kept_of(const KeptRows& from, const KeptPlaces& to) {
   VecI bad = seti(0);
   for (std::int64_t g = 0; g < from.groups; ++g) {
     LaneGroup read;
-    if constexpr (kForm.file_columns == kGroupColumns * kSuperGroups) {
+    if constexpr (kForm.table == CodeTable::kGrid) {
+      const LaneRows rows{from.rows + g / kSuperGroups * kForm.file_bytes, from.row_stride};
+      VecI steps[kMostGridSteps];
+      read_grid_quarter<kEncoding>(rows, static_cast<int>(g % kSuperGroups), steps, &read, &bad);
+      for (int s = 0; s < kForm.grid_steps; ++s) storei(to.q + g * to.q_stride + s * kStepBytes, steps[s]);
+    } else if constexpr (kForm.file_columns == kGroupColumns * kSuperGroups) {
       const LaneRows rows{from.rows + g / kSuperGroups * kForm.file_bytes, from.row_stride};
       read_quarter<kEncoding>(rows, static_cast<int>(g % kSuperGroups), &read, &bad);
     } else if constexpr (kForm.words == ScaleWords::kFloats || kForm.words == ScaleWords::kWholes) {
@@ -282,8 +340,10 @@ bool pack_kept_of(const KeptRows& from, const KeptPlaces& to) {
     } else {
       read_pair<kEncoding>({from.rows + 2 * g * kForm.file_bytes, from.row_stride}, &read, &bad);
     }
-    unsigned char* const high = store_plane<kLow>(read.codes, 0, to.q + g * to.q_stride);
-    if constexpr (kForm.code_bits > kLow) store_plane<kForm.code_bits - kLow>(read.codes, kLow, high);
+    if constexpr (kForm.table != CodeTable::kGrid) {
+      unsigned char* const high = store_plane<kLow>(read.codes, 0, to.q + g * to.q_stride);
+      if constexpr (kForm.code_bits > kLow) store_plane<kForm.code_bits - kLow>(read.codes, kLow, high);
+    }
     storei(to.sz + g * to.sz_stride, read.word);
     if constexpr (kForm.super_halves == 2) storei(to.super + g / to.share * to.super_stride, read.super);
     if constexpr (kForm.super_halves == 1) {
@@ -323,6 +383,20 @@ bool pack_kept_rows(Encoding encoding, const KeptRows& from, const KeptPlaces& t
       return pack_kept_of<Encoding::kIq4Nl>(from, to);
     case Encoding::kIq4Xs:
       return pack_kept_of<Encoding::kIq4Xs>(from, to);
+    case Encoding::kIq2Xxs:
+      return pack_kept_of<Encoding::kIq2Xxs>(from, to);
+    case Encoding::kIq2Xs:
+      return pack_kept_of<Encoding::kIq2Xs>(from, to);
+    case Encoding::kIq2S:
+      return pack_kept_of<Encoding::kIq2S>(from, to);
+    case Encoding::kIq3Xxs:
+      return pack_kept_of<Encoding::kIq3Xxs>(from, to);
+    case Encoding::kIq3S:
+      return pack_kept_of<Encoding::kIq3S>(from, to);
+    case Encoding::kIq1S:
+      return pack_kept_of<Encoding::kIq1S>(from, to);
+    case Encoding::kIq1M:
+      return pack_kept_of<Encoding::kIq1M>(from, to);
     case Encoding::kInt4:
       return pack_kept_of<Encoding::kInt4>(from, to);
     case Encoding::kInt4By32:

@@ -11,7 +11,8 @@ constexpr std::int64_t kPairSums = (kChunkTokens + kRowsAfter) * 2 * kTileRows;
 // Prefetches the codes of groups of two tiles in equal parts, between other work.
 template <class W>
 struct Ahead {
-  static constexpr std::int64_t kLines = 2 * W::kBits + 1;  // cache lines of a group, its scales included
+  static constexpr std::int64_t kLines =
+      W::kSteps + 1;  // cache lines of a group, its scales included, at most
   GroupCodes at[2 * kPanelGroups];
   std::int64_t line = 0;
   std::int64_t lines = 0;
@@ -41,7 +42,7 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
   constexpr std::int64_t kTileStride = kPanelGroups * panel_bytes<typename W::Panel>(kForm);
   alignas(64) unsigned char panel[2 * kTileStride];
   const Encoding encoding = source.encoding();
-  const VecI table = is_kept(encoding) ? table_of(encoding) : seti(0);
+  const Codebook book = Keeping::of(encoding, false).book;
   for (std::int64_t first = 0; first < groups; first += kPanelGroups) {
     const std::int64_t count = groups - first < kPanelGroups ? groups - first : kPanelGroups;
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
@@ -49,7 +50,7 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
         for (std::int64_t g = 0; g < count; ++g) {
           const GroupCodes from = source(pair, m, first + g);
           unsigned char* to = panel + m * kTileStride + g * panel_bytes<typename W::Panel>(kForm);
-          unpack_panel<kForm, W>(from, encoding, table, to);
+          unpack_panel<kForm, W>(from, book, to);
           if constexpr (kSum == Sum::kBiased)
             store(to + code_bytes(kForm) + kBiasPlace<typename W::Panel>, source.bias(pair, m, first + g));
         }
@@ -131,7 +132,8 @@ struct NeuronCodes {
       super = keeping.super_of(
           super_tile(record, from.super, layout.encoding, from.tile, layout.groups, true), group);
     }
-    return {record + from.q + at * W::kGroupBytes, record + from.sz + at * kScaleBytes, super};
+    return {record + from.q + at * W::group_bytes(layout.group_bytes), record + from.sz + at * kScaleBytes,
+            super};
   }
   MOECHAT_INLINE Encoding encoding() const { return layout.encoding; }
 };
@@ -203,7 +205,7 @@ struct OutputCodes {
     if constexpr (W::kKept) {
       super = super_tile(record, task.layout->down_super, task.layout->down_encoding, at, 1, false);
     }
-    return {record + task.layout->down_q + at * W::kGroupBytes,
+    return {record + task.layout->down_q + at * W::group_bytes(task.layout->down_group_bytes),
             record + task.layout->down_sz + at * kScaleBytes, super};
   }
   MOECHAT_INLINE Encoding encoding() const { return task.layout->down_encoding; }
@@ -302,7 +304,7 @@ struct LinearCodes {
     if constexpr (W::kKept) {
       super = keeping.super_of(super_tile(task.super, 0, task.encoding, which, task.groups, true), group);
     }
-    return {task.q + at * W::kGroupBytes, task.sz + at * kScaleBytes, super};
+    return {task.q + at * W::group_bytes(task.group_bytes), task.sz + at * kScaleBytes, super};
   }
   MOECHAT_INLINE Encoding encoding() const { return task.encoding; }
 };

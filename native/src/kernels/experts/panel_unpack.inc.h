@@ -121,10 +121,12 @@ MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
 
 // Calls to(d, codes) for the code dwords of a group of kept weights.
 template <class W, class Store>
-MOECHAT_INLINE void unpack_kept_dwords(const unsigned char* q, VecI table, const Store& to) {
+MOECHAT_INLINE void unpack_kept_dwords(const KeptGroup& at, const Codebook& book, const Store& to) {
+  typename W::Room room;
+  const KeptGroup opened = W::open(at, book, &room);
   for (int sub = 0; sub < W::kSubs; ++sub) {
     VecI codes[W::kDwords];
-    W::codes(q, sub, table, codes);
+    W::Opened::codes(opened, sub, book, codes);
     for (int i = 0; i < W::kDwords; ++i) to(sub * W::kDwords + i, codes[i]);
   }
 }
@@ -159,16 +161,16 @@ struct GroupCodes {
 };
 
 template <Form kForm, class W>
-MOECHAT_INLINE void unpack_panel(const GroupCodes& from, Encoding encoding, VecI table,
-                                 unsigned char* panel) {
+MOECHAT_INLINE void unpack_panel(const GroupCodes& from, const Codebook& book, unsigned char* panel) {
   unsigned char* tail = panel + code_bytes(kForm);
   if constexpr (W::kKept) {
-    const auto scales = read_scales<W>(encoding, KeptScales{from.sz, from.super});
+    const KeptGroup at{from.q, from.sz, from.super};
+    const auto scales = read_scales<W>(book.encoding, at);
     for (int s = 0; s < W::kSubs; ++s) {
       store(tail + s * kStepBytes, scales.step[s]);
       store(tail + (W::kSubs + s) * kStepBytes, scales.min[s]);
     }
-    unpack_kept_dwords<W>(from.q, table, [&](int d, VecI codes) __attribute__((always_inline)) {
+    unpack_kept_dwords<W>(at, book, [&](int d, VecI codes) __attribute__((always_inline)) {
       store_dword<kForm>(panel, d, codes);
     });
   } else {
@@ -244,6 +246,9 @@ MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, u
 
 template <class W, int kPlanes>
 constexpr Terms panel_terms() {
-  if constexpr (W::kKept) return Terms::kZeros;  // not used
-  return terms_of(W::kBits, kPlanes);
+  if constexpr (W::kKept) {
+    return Terms::kZeros;  // not used
+  } else {
+    return terms_of(W::kBits, kPlanes);
+  }
 }

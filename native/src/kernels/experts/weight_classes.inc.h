@@ -7,9 +7,15 @@ struct Plain {
   static constexpr bool kKept = false;
   static constexpr int kBits = kCodeBits;
   static constexpr int kSubs = 0;
-  static constexpr std::int64_t kGroupBytes = std::int64_t{kTileRows} * kGroupColumns * kBits / 8;
+  static constexpr int kSteps = 2 * kBits;
   static constexpr int kLargest = (1 << kBits) - 1;
   using Panel = Plain;  // see panel_unpack.inc.h
+
+  // Of the q of a group; `actual` is the same, but not known to the compiler.
+  MOECHAT_INLINE static constexpr std::int64_t group_bytes(std::int64_t actual) {
+    (void)actual;
+    return kSteps * kStepBytes;
+  }
 };
 
 // Unpacked kept weights: panels differ only in their sub-blocks.
@@ -27,10 +33,19 @@ struct SubScales {
   Vec min[kSubs];
 };
 
-// Where a (tile, group) of kept weights has its scales.
-struct KeptScales {
+// Where a (tile, group) of kept weights lies.
+struct KeptGroup {
+  const unsigned char* q;
   const unsigned char* words;
   const unsigned char* super;  // or null
+};
+
+// What turns stored codes into those of kept_encodings.h.
+struct Codebook {
+  Encoding encoding;
+  VecI table;  // of 16 values
+  Grid grid;
+  bool looks_up_bytes;  // see grid_bytes.h
 };
 
 template <int kCodeBits, bool kHasTable, int kSubBlocks>
@@ -40,15 +55,25 @@ struct Kept {
   static constexpr bool kTabled = kHasTable;
   static constexpr int kSubs = kSubBlocks;
   static constexpr int kDwords = 16 / kSubs;  // of a sub-block
-  static constexpr std::int64_t kGroupBytes = std::int64_t{kTileRows} * kGroupColumns * kBits / 8;
+  static constexpr int kSteps = 2 * kBits;
   static constexpr int kLargest = kTabled ? 240 : (1 << kBits) - 1;
   static constexpr int kLowBits = kBits == 8 ? 8 : (kBits >= 4 ? 4 : 2);
   static constexpr int kHighBits = kBits - kLowBits;
   using Panel = KeptPanel<kSubs>;
+  using Opened = Kept;
+  struct Room {};
   static constexpr std::int64_t kHighPlane = std::int64_t{kTileRows} * kGroupColumns * kLowBits / 8;
 
-  // Codes of a sub-block: four columns for 16 rows each. `table` is ignored without tables.
-  MOECHAT_INLINE static void codes(const unsigned char* group, int sub, VecI table, VecI (&to)[kDwords]) {
+  MOECHAT_INLINE static constexpr std::int64_t group_bytes(std::int64_t actual) {
+    (void)actual;
+    return kSteps * kStepBytes;
+  }
+
+  // A group whose codes Opened reads; `room` is in use as long as the result.
+  MOECHAT_INLINE static KeptGroup open(const KeptGroup& at, const Codebook&, Room*) { return at; }
+  // Codes of a sub-block: four columns for 16 rows each.
+  MOECHAT_INLINE static void codes(const KeptGroup& at, int sub, const Codebook& book, VecI (&to)[kDwords]) {
+    const unsigned char* const group = at.q;
     constexpr int kPerStep = 8 / kLowBits;
     const VecI mask = seti(0x01010101u * ((1u << kLowBits) - 1u));
     MOECHAT_UNROLL
@@ -71,31 +96,199 @@ struct Kept {
       }
     }
     if constexpr (kTabled) {
-      for (int i = 0; i < kDwords; ++i) to[i] = lookup(table, to[i]);
+      for (int i = 0; i < kDwords; ++i) to[i] = lookup(book.table, to[i]);
     }
   }
 };
 
-MOECHAT_INLINE VecI table_of(Encoding encoding) {
-  unsigned char values[64];
+// Bytes of 7 signs, each with the eighth that makes their number even. REQUIRES: the highest bit of a byte is
+// 0.
+MOECHAT_INLINE VecI even_signs(VecI signs) {
+  // The lowest bit of a byte becomes the sum of its bits; what comes from the next byte does not reach it.
+  VecI odd = xori(signs, shr(signs, 4));
+  odd = xori(odd, shr(odd, 2));
+  odd = xori(odd, shr(odd, 1));
+  return ori(signs, shl(andi(odd, seti(0x01010101u)), 7));
+}
+
+// Four times 7 signs from bit 0 on, a byte for each time.
+MOECHAT_INLINE VecI four_signs(VecI words) {
+  VecI bytes = andi(words, seti(0x7fu));
+  for (int i = 1; i < 4; ++i) bytes = ori(bytes, andi(shl(words, i), seti(0x7fu << (8 * i))));
+  return even_signs(bytes);
+}
+
+// `bits` bits of every word from `at` on.
+MOECHAT_INLINE VecI bits_of(VecI words, int at, int bits) {
+  return andi(at == 0 ? words : shr(words, at), seti((1u << bits) - 1u));
+}
+
+#if defined(MOECHAT_LOOKS_UP_BYTES)
+#include "kernels/isa/grid_bytes.h"
+#endif
+
+MOECHAT_INLINE VecI grid_step(const KeptGroup& at, int which) { return loadi(at.q + which * kStepBytes); }
+
+// to[0] and to[1]: codes of 8 columns of a grid of 8, with the signs in byte `byte`.
+MOECHAT_INLINE void signed_run(const Codebook& book, VecI numbers, VecI signs, int byte, VecI* to) {
+  gather_pairs(book.grid.codes, numbers, &to[0], &to[1]);
+  to[0] = flip_signs(to[0], signs, byte, 0);
+  to[1] = flip_signs(to[1], signs, byte, 1);
+}
+
+// The same, less 2 where `deltas` has a bit 31.
+MOECHAT_INLINE void delta_run(const Codebook& book, VecI numbers, VecI deltas, VecI* to) {
+  gather_pairs(book.grid.codes, numbers, &to[0], &to[1]);
+  const VecI less = andi(shr_signed(deltas, 31), seti(0x02020202u));
+  to[0] = subi(to[0], less);
+  to[1] = subi(to[1], less);
+}
+
+// 16 columns of a grid of 4: numbers are bytes of `low`, and bits 8 of them the lowest bits of `high`.
+MOECHAT_INLINE void signed_step(const Codebook& book, VecI low, VecI high, VecI signs, int part, VecI* to) {
+  MOECHAT_UNROLL
+  for (int d = 0; d < 4; ++d) {
+    const VecI number = ori(bits_of(low, 8 * d, 8), shl(bits_of(high, d, 1), 8));
+    to[d] = flip_signs(gather(book.grid.codes, number), signs, 2 * part + d / 2, d % 2);
+  }
+}
+
+// The codes of a group of a grid, to[0..15]. Not inlined: lookups take most of the time, and every kernel
+// would have the code of all encodings.
+__attribute__((noinline)) void unpack_grid(const KeptGroup& at, const Codebook& book, VecI* to) {
+#if defined(MOECHAT_LOOKS_UP_BYTES)
+  if (book.looks_up_bytes) return unpack_grid_bytes(at, book, to);
+#endif
+  const VecI word = loadi(at.words);
+  for (int half = 0; half < 2; ++half) {
+    VecI* const here = to + 8 * half;
+    const VecI numbers = grid_step(at, half);
+    switch (book.encoding) {
+      case Encoding::kIq2Xxs: {
+        const VecI signs = four_signs(half == 0 ? grid_step(at, 2) : word);
+        MOECHAT_UNROLL
+        for (int run = 0; run < 4; ++run) {
+          signed_run(book, bits_of(numbers, 8 * run, 8), signs, run, here + 2 * run);
+        }
+        break;
+      }
+      case Encoding::kIq2Xs: {
+        MOECHAT_UNROLL
+        for (int run = 0; run < 4; ++run) {
+          const VecI both = grid_step(at, 2 * half + run / 2);
+          const VecI signs = even_signs(andi(shr(both, 9), seti(0x007f007fu)));
+          signed_run(book, bits_of(both, 16 * (run % 2), 9), signs, 2 * (run % 2), here + 2 * run);
+        }
+        break;
+      }
+      case Encoding::kIq2S: {
+        const VecI high = shr(word, 8 * half);
+        MOECHAT_UNROLL
+        for (int run = 0; run < 4; ++run) {
+          const VecI number = ori(bits_of(numbers, 8 * run, 8), shl(bits_of(high, 2 * run, 2), 8));
+          signed_run(book, number, grid_step(at, 2 + half), run, here + 2 * run);
+        }
+        break;
+      }
+      case Encoding::kIq3Xxs:
+      case Encoding::kIq3S: {
+        const bool has_high = book.encoding == Encoding::kIq3S;
+        const VecI signs =
+            has_high ? grid_step(at, 4 + half) : four_signs(half == 0 ? grid_step(at, 4) : word);
+        MOECHAT_UNROLL
+        for (int part = 0; part < 2; ++part) {
+          const VecI high = has_high ? shr(word, 8 * half + 4 * part) : seti(0);
+          signed_step(book, grid_step(at, 2 * half + part), high, signs, part, here + 4 * part);
+        }
+        break;
+      }
+      case Encoding::kIq1S: {
+        const VecI more = shl(word, 16 - 16 * half);
+        MOECHAT_UNROLL
+        for (int run = 0; run < 4; ++run) {
+          const VecI number = ori(bits_of(numbers, 8 * run, 8), shl(bits_of(more, 16 + 3 * run, 3), 8));
+          delta_run(book, number, more, here + 2 * run);
+        }
+        break;
+      }
+      default: {  // IQ1_M
+        const VecI more = shr(grid_step(at, 2), 16 * half);
+        MOECHAT_UNROLL
+        for (int run = 0; run < 4; ++run) {
+          const VecI number = ori(bits_of(numbers, 8 * run, 8), shl(bits_of(more, 4 * run, 3), 8));
+          delta_run(book, number, shl(more, 28 - 4 * run), here + 2 * run);
+        }
+      }
+    }
+  }
+}
+
+// Unpacked codes of a group with a grid.
+template <int kSubBlocks>
+struct Unpacked {
+  static constexpr bool kKept = true;
+  static constexpr int kSubs = kSubBlocks;
+  static constexpr int kDwords = 16 / kSubs;
+  static constexpr int kLargest = 2 * kSignedZero - 1;
+
+  MOECHAT_INLINE static void codes(const KeptGroup& at, int sub, const Codebook&, VecI (&to)[kDwords]) {
+    for (int i = 0; i < kDwords; ++i) to[i] = loadi(at.q + (sub * kDwords + i) * kStepBytes);
+  }
+};
+
+// Kept weights with a grid, see kept_encodings.h: a group is unpacked whole, and its codes are read from
+// there.
+template <int kSubBlocks>
+struct Gridded {
+  static constexpr bool kKept = true;
+  static constexpr int kSubs = kSubBlocks;
+  static constexpr int kDwords = 16 / kSubs;
+  static constexpr int kSteps = kMostGridSteps;
+  static constexpr int kLargest = Unpacked<kSubs>::kLargest;
+  using Panel = KeptPanel<kSubs>;
+  using Opened = Unpacked<kSubs>;
+
+  // Room for the codes of a group.
+  struct Room {
+    VecI codes[16];
+  };
+
+  MOECHAT_INLINE static std::int64_t group_bytes(std::int64_t actual) { return actual; }
+  MOECHAT_INLINE static KeptGroup open(const KeptGroup& at, const Codebook& book, Room* room) {
+    unpack_grid(at, book, room->codes);
+    return {reinterpret_cast<const unsigned char*>(room->codes), at.words, at.super};
+  }
+};
+
+template <class W>
+constexpr bool kGridded = false;
+template <int kSubs>
+constexpr bool kGridded<Gridded<kSubs>> = true;
+
+// REQUIRES: is_kept(encoding).
+MOECHAT_INLINE Codebook codebook_of(Encoding encoding) {
   const CodeTable table = kept_form(encoding).table;
+  if (table == CodeTable::kGrid) {
+    return {encoding, seti(0), grid_of(encoding), looks_up_bytes()};
+  }
+  unsigned char values[64];
   for (int i = 0; i < 64; ++i) values[i] = static_cast<unsigned char>(kept_value(table, i % 16));
-  return loadi(values);
+  return {encoding, loadi(values), {}, false};
 }
 
 // What the kernels for kept weights need besides codes and scale words.
 struct Keeping {
-  Encoding encoding;
-  VecI table;
+  Codebook book;
   int super_shift;           // groups that share a super, as a power of two
   std::int64_t super_bytes;  // for 16 rows
+  std::int64_t group_bytes;
 
   // `shared`: several groups of a row share a super.
   MOECHAT_INLINE static Keeping of(Encoding encoding, bool shared) {
-    if (!is_kept(encoding)) return {encoding, seti(0), 0, 0};
+    if (!is_kept(encoding)) return {{encoding, seti(0), {}, false}, 0, 0, 0};
     const KeptForm form = kept_form(encoding);
-    return {encoding, table_of(encoding), shared && form.super_groups > 1 ? 2 : 0,
-            std::int64_t{kTileRows} * 2 * form.super_halves};
+    return {codebook_of(encoding), shared && form.super_groups > 1 ? 2 : 0,
+            std::int64_t{kTileRows} * 2 * form.super_halves, kept_group_bytes(encoding)};
   }
   MOECHAT_INLINE const unsigned char* super_of(const unsigned char* tile, std::int64_t group) const {
     return tile + (group >> super_shift) * super_bytes;
@@ -119,6 +312,26 @@ MOECHAT_INLINE Vec unsigned_bits(VecI words, int at, int bits) {
   return to_float(andi(shr(words, at), seti((1u << bits) - 1u)));
 }
 
+// Steps of weights with a grid, which are multiples of d.
+template <int kSubs>
+MOECHAT_INLINE void read_odd_scales(Encoding encoding, const KeptGroup& at, SubScales<kSubs>* to) {
+  const OddScales odd = odd_scales(encoding);
+  const VecI word = loadi(at.words);
+  Vec d, unused;
+  if (odd.own_d) {
+    split_fp16(word, &unused, &d);
+  } else {
+    d = load_fp16(at.super);
+  }
+  d = mul(d, set1(odd.unit));
+  for (int s = 0; s < kSubs; ++s) {
+    const bool own = odd.apart == 0 && s == 0;
+    const VecI from = own ? loadi(at.q + (kept_form(encoding).grid_steps - 1) * kStepBytes) : word;
+    const VecI scale = bits_of(from, odd.first + odd.apart * s, odd.bits);
+    to->step[s] = mul(d, to_float(addi(shl(scale, 1), seti(1))));
+  }
+}
+
 // Numbers of the e4m3 patterns in bytes 0 and 2 of every word, 256 times smaller.
 MOECHAT_INLINE void split_e4m3(VecI words, Vec* low, Vec* high) {
   const VecI magnitudes = shl(andi(words, seti(0x007f007fu)), 7);
@@ -132,11 +345,14 @@ MOECHAT_INLINE void set_zeros(SubScales<kSubs>& scales, float zero_code) {
 
 // REQUIRES: an encoding of the class W.
 template <class W>
-MOECHAT_INLINE SubScales<W::kSubs> read_scales(Encoding encoding, const KeptScales& at) {
+MOECHAT_INLINE SubScales<W::kSubs> read_scales(Encoding encoding, const KeptGroup& at) {
   SubScales<W::kSubs> scales;
   const VecI words = loadi(at.words);
   const float zero_code = static_cast<float>(kept_form(encoding).zero);
-  if constexpr (W::kSubs == 4 && W::kTabled) {
+  if constexpr (kGridded<W>) {
+    read_odd_scales(encoding, at, &scales);
+    set_zeros(scales, zero_code);
+  } else if constexpr (W::kSubs == 4 && W::kTabled) {
     const Vec scale = as_float(loadi(at.super));
     for (int s = 0; s < 2; ++s) {
       Vec low, high;
@@ -219,43 +435,49 @@ MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
 
 // Returns function<class of the weights, planes of the activations>(...).
 #if defined(MOECHAT_KEPT)
-#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)        \
-  {                                                                       \
-    const KeptForm form_of_weights = kept_form(encoding);                 \
-    if (form_of_weights.table != CodeTable::kNone) {                      \
-      if (form_of_weights.subs == 4) {                                    \
-        using Class = Kept<4, true, 4>;                                   \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      using Class = Kept<4, true, 2>;                                     \
-      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);   \
-    }                                                                     \
-    switch (form_of_weights.code_bits) {                                  \
-      case 2: {                                                           \
-        using Class = Kept<2, false, 4>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      case 3: {                                                           \
-        using Class = Kept<3, false, 4>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      case 4: {                                                           \
-        using Class = Kept<4, false, 2>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      case 5: {                                                           \
-        using Class = Kept<5, false, 2>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      case 6: {                                                           \
-        using Class = Kept<6, false, 4>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-      default: {                                                          \
-        using Class = Kept<8, false, 2>;                                  \
-        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__); \
-      }                                                                   \
-    }                                                                     \
+#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)             \
+  {                                                                            \
+    const KeptForm form_of_weights = kept_form(encoding);                      \
+    if (form_of_weights.table == CodeTable::kGrid) {                           \
+      if (form_of_weights.subs == 4) {                                         \
+        MOECHAT_BY_PLANES(function, Gridded<4>, activation_bits, __VA_ARGS__); \
+      }                                                                        \
+      MOECHAT_BY_PLANES(function, Gridded<2>, activation_bits, __VA_ARGS__);   \
+    }                                                                          \
+    if (form_of_weights.table != CodeTable::kNone) {                           \
+      if (form_of_weights.subs == 4) {                                         \
+        using Class = Kept<4, true, 4>;                                        \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      using Class = Kept<4, true, 2>;                                          \
+      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);        \
+    }                                                                          \
+    switch (form_of_weights.code_bits) {                                       \
+      case 2: {                                                                \
+        using Class = Kept<2, false, 4>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      case 3: {                                                                \
+        using Class = Kept<3, false, 4>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      case 4: {                                                                \
+        using Class = Kept<4, false, 2>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      case 5: {                                                                \
+        using Class = Kept<5, false, 2>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      case 6: {                                                                \
+        using Class = Kept<6, false, 4>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+      default: {                                                               \
+        using Class = Kept<8, false, 2>;                                       \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
+      }                                                                        \
+    }                                                                          \
   }
 #else
 #define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)         \

@@ -2,6 +2,7 @@
 #include "kernels/isa/unit.h"
 
 #define MOECHAT_KEPT 1
+#define MOECHAT_LOOKS_UP_BYTES 1
 
 namespace moechat {
 namespace {

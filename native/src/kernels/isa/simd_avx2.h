@@ -90,6 +90,43 @@ MOECHAT_INLINE VecI shr(VecI x, int bits) {
 MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
   return VecI{_mm256_shuffle_epi8(table.a, codes.a), _mm256_shuffle_epi8(table.a, codes.b)};
 }
+// Elements are loaded one by one; see simd_avx512.h.
+MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
+  std::uint32_t places[16];
+  storei(places, at);
+  for (std::uint32_t& place : places) place = from[place];
+  return loadi(places);
+}
+MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
+  std::uint32_t places[16];
+  storei(places, at);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const double* const pairs = reinterpret_cast<const double*>(from);
+    return _mm_castpd_ps(_mm_loadh_pd(_mm_load_sd(pairs + places[i]), pairs + places[i + 1]));
+  };
+  // Dwords 0, 2 of rows [i, i + 8), or dwords 1, 3.
+  const auto eight = [&](int i, __m256i* even, __m256i* odd) __attribute__((always_inline)) {
+    const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(two(i)), two(i + 4), 1);
+    const __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(two(i + 2)), two(i + 6), 1);
+    *even = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
+    *odd = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd));
+  };
+  eight(0, &first->a, &second->a);
+  eight(8, &first->b, &second->b);
+}
+MOECHAT_INLINE __m256i flip_some(__m256i codes, __m256i signs, __m256i order, __m256i bits) {
+  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(signs, order), bits), bits);
+  // 128 less a code: its negative, with the other highest bit.
+  const __m256i flipped = _mm256_sub_epi8(_mm256_xor_si256(codes, set), set);
+  return _mm256_xor_si256(flipped, _mm256_and_si256(set, _mm256_set1_epi8(-128)));
+}
+MOECHAT_INLINE VecI flip_signs(VecI codes, VecI signs, int byte, int nibble) {
+  const __m256i which =
+      _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  const __m256i order = _mm256_add_epi8(which, _mm256_set1_epi8(static_cast<char>(byte)));
+  const __m256i bits = _mm256_set1_epi32(0x08040201 << (4 * nibble));
+  return VecI{flip_some(codes.a, signs.a, order, bits), flip_some(codes.b, signs.b, order, bits)};
+}
 MOECHAT_INLINE VecI maxi(VecI x, VecI y) {
   return VecI{_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
 }

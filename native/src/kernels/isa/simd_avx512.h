@@ -52,6 +52,39 @@ MOECHAT_INLINE VecI shr(VecI x, int bits) {
 }
 // Bytes of a table of 16, which stands four times in `table`, by the low four bits of bytes below 16.
 MOECHAT_INLINE VecI lookup(VecI table, VecI codes) { return VecI{_mm512_shuffle_epi8(table.a, codes.a)}; }
+// Elements are loaded one by one: gathering instructions take twice as long, on processors with mended
+// microcode still longer.
+MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
+  std::uint32_t places[16];
+  storei(places, at);
+  for (std::uint32_t& place : places) place = from[place];
+  return loadi(places);
+}
+MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
+  std::uint32_t places[16];
+  storei(places, at);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const double* const pairs = reinterpret_cast<const double*>(from);
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_load_sd(pairs + places[i]), pairs + places[i + 1]));
+  };
+  const auto eight = [&](int i) __attribute__((always_inline)) {
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(two(i)), two(i + 2), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(two(i + 4)), two(i + 6), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  };
+  const __m512i a = eight(0);
+  const __m512i b = eight(8);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  first->a = _mm512_permutex2var_epi32(a, even, b);
+  second->a = _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+}
+MOECHAT_INLINE VecI flip_signs(VecI codes, VecI signs, int byte, int nibble) {
+  const __m512i which = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+  const __m512i copies =
+      _mm512_shuffle_epi8(signs.a, _mm512_add_epi8(which, _mm512_set1_epi8(static_cast<char>(byte))));
+  const __mmask64 set = _mm512_test_epi8_mask(copies, _mm512_set1_epi32(0x08040201 << (4 * nibble)));
+  return VecI{_mm512_mask_sub_epi8(codes.a, set, _mm512_set1_epi8(-128), codes.a)};
+}
 MOECHAT_INLINE VecI maxi(VecI x, VecI y) { return VecI{_mm512_max_epi32(x.a, y.a)}; }
 MOECHAT_INLINE VecI shr_signed(VecI x, int bits) {
   return VecI{_mm512_srai_epi32(x.a, static_cast<unsigned>(bits))};

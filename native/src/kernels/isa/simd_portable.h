@@ -126,7 +126,6 @@ MOECHAT_INLINE VecI shr(VecI a, int bits) {
   MOECHAT_LANES(a.v[i] = a.v[i] >> bits);
   return a;
 }
-// Maximum of signed values.
 MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
   unsigned char values[64];
   unsigned char bytes[64];
@@ -135,6 +134,35 @@ MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
   for (unsigned char& byte : bytes) byte = values[byte];
   return loadi(bytes);
 }
+// from[at[i]] for each lane i.
+MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
+  std::uint32_t words[16];
+  storei(words, at);
+  for (std::uint32_t& word : words) word = from[word];
+  return loadi(words);
+}
+// from[2 * at[i]] and from[2 * at[i] + 1].
+MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
+  std::uint32_t words[16];
+  std::uint32_t others[16];
+  storei(words, at);
+  for (int i = 0; i < 16; ++i) {
+    const std::uint32_t* const pair = from + 2 * words[i];
+    words[i] = pair[0];
+    others[i] = pair[1];
+  }
+  *first = loadi(words);
+  *second = loadi(others);
+}
+// 128 less the codes whose bit is set: byte k of a lane has bit k of nibble `nibble` of byte `byte` of that
+// lane of `signs`. REQUIRES: codes of 1 to 127.
+MOECHAT_INLINE VecI flip_signs(VecI codes, VecI signs, int byte, int nibble) {
+  // Copies at distances of 7 bring bit k to bit 8k; no two bits meet.
+  const VecI spread = muli(andi(shr(signs, 8 * byte + 4 * nibble), seti(15)), seti(0x00204081u));
+  const VecI ones = andi(spread, seti(0x01010101u));
+  return addi(xori(codes, subi(shl(ones, 7), ones)), ones);
+}
+// Maximum of signed values.
 MOECHAT_INLINE VecI maxi(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = (I4)a.v[i] > (I4)b.v[i] ? a.v[i] : b.v[i]);
   return a;

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "kernels/isa/kernel_api.h"
+#include "kernels/layout/grids.h"
 #include "kernels/layout/half.h"
 #include "kernels/layout/scale_words.h"
 

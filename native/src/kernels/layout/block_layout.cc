@@ -114,8 +114,8 @@ BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate
   layout.kept = true;
   layout.encoding = gate_up;
   layout.down_encoding = down;
-  layout.group_bytes = std::int64_t{kTileRows} * kGroupColumns * layout.bits / 8;
-  layout.down_group_bytes = std::int64_t{kTileRows} * kGroupColumns * kept_form(down).code_bits / 8;
+  layout.group_bytes = kept_group_bytes(gate_up);
+  layout.down_group_bytes = kept_group_bytes(down);
   const std::int64_t of_gate = kTilesPerBlock * super_bytes(gate_up, layout.groups, true);
   const std::int64_t of_down = layout.hidden_padded / kTileRows * super_bytes(down, 1, false);
   place_fields(&layout, true, {of_gate, of_gate, of_down});

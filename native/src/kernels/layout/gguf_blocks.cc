@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels/layout/codes.h"
+#include "kernels/layout/grids.h"
 #include "kernels/layout/half.h"
 
 namespace moechat {
@@ -127,6 +128,60 @@ std::uint32_t byte_of(int value, int at) {
   return static_cast<std::uint32_t>(static_cast<unsigned char>(value)) << (8 * at);
 }
 
+// A quarter of a block of an encoding with a grid.
+bool read_grid_quarter(Encoding encoding, const unsigned char* block, int quarter, FileGroup* to) {
+  const int steps = kept_form(encoding).grid_steps;
+  const auto half_at = [block](int at) { return static_cast<std::uint32_t>(load_half(block + at)); };
+  // Steps [begin, end) from bytes `at` on.
+  const auto copy = [&](int begin, int end, const unsigned char* at) {
+    for (int s = begin; s < end; ++s) to->steps[s] = load_word(at + 4 * (s - begin));
+  };
+  std::uint32_t d = half_at(0);
+  switch (encoding) {
+    case Encoding::kIq2Xxs: {
+      const unsigned char* at = block + 2 + 16 * quarter;
+      to->steps[0] = load_word(at);
+      to->steps[1] = load_word(at + 8);
+      to->steps[2] = load_word(at + 4);
+      to->word = load_word(at + 12);
+      break;
+    }
+    case Encoding::kIq2Xs:
+      copy(0, steps, block + 2 + 16 * quarter);
+      to->word = half_at(66 + 2 * quarter) | d << 16;
+      break;
+    case Encoding::kIq2S:
+      copy(0, 2, block + 2 + 8 * quarter);
+      copy(2, steps, block + 34 + 8 * quarter);
+      to->word = half_at(66 + 2 * quarter) | half_at(74 + 2 * quarter) << 16;
+      break;
+    case Encoding::kIq3Xxs:
+      copy(0, 4, block + 2 + 16 * quarter);
+      copy(4, steps, block + 66 + 8 * quarter);
+      to->word = load_word(block + 70 + 8 * quarter);
+      break;
+    case Encoding::kIq3S:
+      copy(0, 4, block + 2 + 16 * quarter);
+      copy(4, steps, block + 74 + 8 * quarter);
+      to->word = half_at(66 + 2 * quarter) | static_cast<std::uint32_t>(block[106 + quarter]) << 16;
+      break;
+    case Encoding::kIq1S:
+      copy(0, steps, block + 2 + 8 * quarter);
+      to->word = load_word(block + 34 + 4 * quarter);
+      break;
+    default: {  // IQ1_M, whose d is in the highest bits of its four words of scales
+      copy(0, 2, block + 8 * quarter);
+      copy(2, steps, block + 32 + 4 * quarter);
+      d = 0;
+      for (int i = 0; i < 4; ++i) d |= (half_at(48 + 2 * i) >> 12) << (4 * i);
+      to->word = (half_at(48 + 2 * quarter) & 0xfffu) | d << 16;
+    }
+  }
+  to->super[0] = static_cast<std::uint16_t>(d);
+  grid_codes(encoding, to->steps, to->word, to->codes);
+  return is_finite(to->super[0]);
+}
+
 // A group is a quarter of a block of 256 columns.
 bool read_quarter(Encoding encoding, const unsigned char* row, std::int64_t group, FileGroup* to) {
   const KeptForm form = kept_form(encoding);
@@ -134,6 +189,7 @@ bool read_quarter(Encoding encoding, const unsigned char* row, std::int64_t grou
   const int quarter = static_cast<int>(group % kSuperGroups);
   const int half = quarter / 2;        // of the block
   const int pair = 2 * (quarter % 2);  // of its four runs of 32 columns, the first of the quarter
+  if (form.table == CodeTable::kGrid) return read_grid_quarter(encoding, block, quarter, to);
   std::uint16_t d = 0;
   std::uint16_t least = 0;
   switch (encoding) {
@@ -252,6 +308,17 @@ struct Affine {
   float min;
 };
 
+// `steps`: of encodings with grids, of a row.
+Affine affine_of_grid(Encoding encoding, const std::uint32_t* steps, std::uint32_t word, std::uint16_t super,
+                      int sub) {
+  const OddScales at = odd_scales(encoding);
+  const std::uint32_t from = odd_word(encoding, steps, word, sub);
+  const std::uint32_t scale = from >> (at.first + at.apart * sub) & ((1u << at.bits) - 1u);
+  const float d = half::from_fp16(at.own_d ? static_cast<std::uint16_t>(word >> 16) : super);
+  const float step = d * (static_cast<float>(2 * scale + 1) * at.unit);
+  return {step, step * static_cast<float>(kept_form(encoding).zero)};
+}
+
 Affine affine_of(const KeptForm& form, std::uint32_t word, const std::uint16_t (&super)[2], int sub) {
   const auto byte = [word](int at) { return word >> (8 * at) & 255u; };
   const auto signed_byte = [&byte](int at) { return static_cast<float>(static_cast<signed char>(byte(at))); };
@@ -291,6 +358,8 @@ Affine affine_of(const KeptForm& form, std::uint32_t word, const std::uint16_t (
     }
     case ScaleWords::kWholes:
       return {half::bits_to_float(word) * kFp8Shift, 0.0f};
+    case ScaleWords::kOdd:  // see affine_of_grid
+      break;
   }
   return {step, step * zero};
 }
@@ -332,7 +401,9 @@ void file_group_values(Encoding encoding, const FileGroup& from, float* values) 
   const KeptForm form = kept_form(encoding);
   const int columns = kGroupColumns / form.subs;
   for (int sub = 0; sub < form.subs; ++sub) {
-    const Affine affine = affine_of(form, from.word, from.super, sub);
+    const Affine affine = form.table == CodeTable::kGrid
+                              ? affine_of_grid(encoding, from.steps, from.word, from.super[0], sub)
+                              : affine_of(form, from.word, from.super, sub);
     for (int c = sub * columns; c < (sub + 1) * columns; ++c) {
       values[c] = affine.step * number_of(form, from.codes[c]) - affine.min;
     }
@@ -342,12 +413,17 @@ void file_group_values(Encoding encoding, const FileGroup& from, float* values) 
 void put_kept_row(Encoding encoding, const FileGroup& from, std::int64_t row, unsigned char* q,
                   unsigned char* words, unsigned char* super) {
   const KeptForm form = kept_form(encoding);
-  std::uint32_t dwords[16];
-  for (int d = 0; d < 16; ++d) dwords[d] = load_word(from.codes + 4 * d);
-  const int low = low_bits(form.code_bits);
-  put_plane(dwords, low, 0, row, q);
-  if (form.code_bits > low) {
-    put_plane(dwords, form.code_bits - low, low, row, q + std::int64_t{kTileRows} * kGroupColumns * low / 8);
+  if (form.table == CodeTable::kGrid) {
+    for (int s = 0; s < form.grid_steps; ++s) store_word(q + s * kStepBytes + 4 * row, from.steps[s]);
+  } else {
+    std::uint32_t dwords[16];
+    for (int d = 0; d < 16; ++d) dwords[d] = load_word(from.codes + 4 * d);
+    const int low = low_bits(form.code_bits);
+    put_plane(dwords, low, 0, row, q);
+    if (form.code_bits > low) {
+      put_plane(dwords, form.code_bits - low, low, row,
+                q + std::int64_t{kTileRows} * kGroupColumns * low / 8);
+    }
   }
   store_word(words + 4 * row, from.word);
   if (form.super_halves == 2) {
@@ -362,20 +438,27 @@ void unpack_kept_group(Encoding encoding, const unsigned char* q, const unsigned
                        const unsigned char* super, std::int64_t rows, int cols, float* matrix,
                        std::int64_t stride) {
   const KeptForm form = kept_form(encoding);
-  const int low = low_bits(form.code_bits);
-  const unsigned char* high = q + std::int64_t{kTileRows} * kGroupColumns * low / 8;
   for (std::int64_t row = 0; row < rows; ++row) {
-    std::uint16_t halves[2] = {0, 0};
+    FileGroup group{};
+    group.word = load_word(words + 4 * row);
     for (int i = 0; i < form.super_halves; ++i) {
-      halves[i] = load_half(super + (row * form.super_halves + i) * 2);
+      group.super[i] = load_half(super + (row * form.super_halves + i) * 2);
     }
-    const std::uint32_t word = load_word(words + 4 * row);
-    for (int c = 0; c < cols; ++c) {
-      unsigned code = plane_code(q, low, row, c);
-      if (form.code_bits > low) code |= plane_code(high, form.code_bits - low, row, c) << low;
-      const Affine affine = affine_of(form, word, halves, c * form.subs / kGroupColumns);
-      matrix[row * stride + c] = affine.step * number_of(form, code) - affine.min;
+    if (form.table == CodeTable::kGrid) {
+      for (int s = 0; s < form.grid_steps; ++s) group.steps[s] = load_word(q + s * kStepBytes + 4 * row);
+      grid_codes(encoding, group.steps, group.word, group.codes);
+    } else {
+      const int low = low_bits(form.code_bits);
+      const unsigned char* high = q + std::int64_t{kTileRows} * kGroupColumns * low / 8;
+      for (int c = 0; c < kGroupColumns; ++c) {
+        unsigned code = plane_code(q, low, row, c);
+        if (form.code_bits > low) code |= plane_code(high, form.code_bits - low, row, c) << low;
+        group.codes[c] = static_cast<unsigned char>(code);
+      }
     }
+    float values[kGroupColumns];
+    file_group_values(encoding, group, values);
+    std::memcpy(matrix + row * stride, values, static_cast<std::size_t>(cols) * sizeof(float));
   }
 }
 

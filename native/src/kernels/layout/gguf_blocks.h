@@ -11,6 +11,7 @@ namespace moechat {
 // Codes and scales of 64 columns of a row, as kept_encodings.h has them.
 struct FileGroup {
   unsigned char codes[kGroupColumns];
+  std::uint32_t steps[kMostGridSteps];  // of encodings with grids: what stands in the q field
   std::uint32_t word;
   std::uint16_t super[2];
 };

@@ -19,6 +19,24 @@
 // A plane of w bits holds 8 / w dwords in a step: bits [w * j, w * j + w) of every byte belong to dword j of
 // the step. The first plane has the low bits of a code.
 //
+// IQ1 to IQ3 have grids in place of planes: a number chooses the codes of 8 or 4 neighbouring columns from a
+// table, grids.h. Number i of a group is that of columns 8i or 4i on; its low 8 bits are byte i of the first
+// steps, two of a grid of 8 columns and four of one of 4. IQ2 and IQ3 have signs, too: 8 bits for 8 columns,
+// or 7, of which an eighth makes the number of set bits even. Of a column with a sign the code is 2 * zero
+// less the table's. IQ1 has deltas: with a set bit the codes of its columns are smaller by 2.
+//
+//             steps after the numbers           scale word, from bit 0
+//   IQ2_XXS   signs of columns 0..31: 4 x 7,    signs of columns 32..63: 4 x 7, s1 of 4 bits
+//             then s0 of 4 bits
+//   IQ2_XS    (four steps in all: 8 numbers of  s0, s1, s2, s3 of 4 bits; fp16 d
+//             9 bits, each followed by 7 signs)
+//   IQ2_S     two: 64 signs                     8 x bits 8 and 9 of numbers; s0, s1, s2, s3 of 4 bits
+//   IQ3_XXS   as IQ2_XXS                        as IQ2_XXS
+//   IQ3_S     two: 64 signs                     16 x bit 8 of numbers; s0, s1 of 4 bits
+//   IQ1_S     none                              for each half: 4 x bits 8 to 10 of numbers, s of 3 bits,
+//   delta IQ1_M     one: 8 x bits 8 to 10 of a        s0, s1, s2, s3 of 3 bits; from bit 16 on fp16 d
+//             number and its delta
+//
 // sz fields: one 32-bit scale word for each row of a (tile, group), in the same order as the groups. super
 // fields: for each row of a tile and block of 256 columns (of a group: down, whose rows have 64 columns in a
 // block, Q4_1 and Q5_1) one fp16, or two: the first in the low half.
@@ -35,6 +53,9 @@
 //   floats    the same of sub-block 0                    of 1     d              zero * d
 //   e4m3      e4m3 patterns of s0, s1, s2, s3            g        g * s          zero * step
 //   wholes    d of both sub-blocks                       -        256 * d        -
+//   odd       as above                                   d or -   d * (2s+1) * u zero * step
+//
+// The u of `odd` is 1/8; of IQ3_XXS 1/4, of IQ3_S 1.
 //
 // Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks
 // with exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
@@ -66,14 +87,16 @@ enum class ScaleWords : int {
   kNibbles,
   kFloats,
   kE4m3,
-  kWholes
+  kWholes,
+  kOdd
 };
 
-// How codes become numbers: integers as they are or through a table of 16 values; e4m3 patterns.
-enum class CodeTable : int { kNone, kIq4, kE2m1, kE4m3 };
+// How codes become numbers: integers as they are or through a table of 16 values; e4m3 patterns. Codes of a
+// grid are integers as they are.
+enum class CodeTable : int { kNone, kIq4, kE2m1, kE4m3, kGrid };
 
 struct KeptForm {
-  int code_bits;
+  int code_bits;  // in planes; of a grid the bits that a column takes, about
   CodeTable table;
   int subs;  // sub-blocks of a group: 2 or 4
   ScaleWords words;
@@ -82,19 +105,26 @@ struct KeptForm {
   int super_groups;  // groups that share them, in gate and up
   int file_columns;  // of a block in the rows of a file
   int file_bytes;
+  int grid_steps = 0;  // of the q of a group; 0: codes are in planes
+
+  constexpr int steps() const { return grid_steps > 0 ? grid_steps : 2 * code_bits; }
 };
 
 constexpr int kSuperGroups = 4;       // groups of a block of 256 columns
 constexpr float kE4m3Shift = 128.0f;  // of the scale of a matrix of NVFP4
 constexpr float kFp8Shift = 256.0f;   // of a scale of FP8
 
-constexpr int kKeptEncodings = 19;
+constexpr int kSignedZero = 64;  // of grids whose codes have signs: above the largest value, 62
+constexpr int kMostGridSteps = 6;
+
+constexpr int kKeptEncodings = 26;
 
 // Names as in GGUF files where they have the encoding, and those of the encodings that are not kept.
 static constexpr const char* encoding_name(Encoding encoding) {
-  constexpr const char* kNames[] = {"2 bits", "3 bits",  "4 bits", "8 bits", "bf16",  "fp16", "q4_0",
-                                    "q4_1",   "q5_0",    "q5_1",   "q8_0",   "q2_k",  "q3_k", "q4_k",
-                                    "q5_k",   "q6_k",    "iq4_nl", "iq4_xs", "mxfp4", "int4", "int4_32",
+  constexpr const char* kNames[] = {"2 bits", "3 bits",  "4 bits", "8 bits", "bf16",  "fp16",    "q4_0",
+                                    "q4_1",   "q5_0",    "q5_1",   "q8_0",   "q2_k",  "q3_k",    "q4_k",
+                                    "q5_k",   "q6_k",    "iq4_nl", "iq4_xs", "mxfp4", "iq2_xxs", "iq2_xs",
+                                    "iq2_s",  "iq3_xxs", "iq3_s",  "iq1_s",  "iq1_m", "int4",    "int4_32",
                                     "int8",   "int8_32", "nvfp4",  "fp8"};
   static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kFp8) + 1, "a name each");
   return kNames[static_cast<int>(encoding)];
@@ -129,6 +159,20 @@ static constexpr KeptForm kept_form(Encoding encoding) {
       return {4, CodeTable::kIq4, 2, ScaleWords::kHalves, 127, 0, 1, 32, 18};
     case Encoding::kIq4Xs:
       return {4, CodeTable::kIq4, 2, ScaleWords::kSigned2, 127, 0, 1, 256, 136};
+    case Encoding::kIq2Xxs:
+      return {2, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 66, 3};
+    case Encoding::kIq2Xs:
+      return {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 0, 1, 256, 74, 4};
+    case Encoding::kIq2S:
+      return {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 82, 4};
+    case Encoding::kIq3Xxs:
+      return {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 98, 5};
+    case Encoding::kIq3S:
+      return {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 110, 6};
+    case Encoding::kIq1S:
+      return {1, CodeTable::kGrid, 2, ScaleWords::kOdd, 9, 1, kSuperGroups, 256, 50, 2};
+    case Encoding::kIq1M:
+      return {1, CodeTable::kGrid, 4, ScaleWords::kOdd, 9, 0, 1, 256, 56, 3};
     case Encoding::kInt4:
       return {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 36};
     case Encoding::kInt4By32:
@@ -153,7 +197,13 @@ static constexpr unsigned char kE2m1Values[16] = {12, 13, 14, 15, 16, 18, 20, 24
 
 // REQUIRES: codes are integers.
 static constexpr int kept_value(CodeTable table, int code) {
-  return table == CodeTable::kNone ? code : (table == CodeTable::kIq4 ? kIq4Values : kE2m1Values)[code];
+  if (table == CodeTable::kNone || table == CodeTable::kGrid) return code;
+  return (table == CodeTable::kIq4 ? kIq4Values : kE2m1Values)[code];
+}
+
+// Bytes of the q of a (tile, group).
+static constexpr std::int64_t kept_group_bytes(Encoding encoding) {
+  return std::int64_t{kept_form(encoding).steps()} * kStepBytes;
 }
 
 // Whether codes are floats, for which only the kernels for float inputs have products, and only of dense

@@ -21,7 +21,8 @@ namespace {
 
 #if defined(MOECHAT_X86)
 struct X86 {
-  bool avx, avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, avx_vnni;
+  bool avx, avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vbmi, avx512_vnni, avx512_bf16,
+      avx_vnni;
   bool amx_tile, amx_int8, amx_bf16;
   bool amd;
 };
@@ -56,6 +57,7 @@ X86 detect() {
   cpu.avx512dq = cpu.avx512f && (b & (1u << 17));
   cpu.avx512bw = cpu.avx512f && (b & (1u << 30));
   cpu.avx512vl = cpu.avx512f && (b & (1u << 31));
+  cpu.avx512_vbmi = cpu.avx512f && (c & (1u << 1));
   cpu.avx512_vnni = cpu.avx512f && (c & (1u << 11));
   cpu.amx_bf16 = tiles && (d & (1u << 22));
   cpu.amx_tile = tiles && (d & (1u << 24));
@@ -174,6 +176,7 @@ std::vector<std::pair<const char*, bool>> cpu_features() {
           {"avx512bw", cpu.avx512bw},
           {"avx512dq", cpu.avx512dq},
           {"avx512vl", cpu.avx512vl},
+          {"avx512vbmi", cpu.avx512_vbmi},
           {"avx512_vnni", cpu.avx512_vnni},
           {"avx512_bf16", cpu.avx512_bf16},
           {"amx_tile", cpu.amx_tile},
@@ -219,6 +222,14 @@ bool cpu_runs_avx2_vnni() {
 bool cpu_runs_avx512_vnni() {
 #if defined(MOECHAT_X86)
   return cpu_runs_avx512() && x86().avx512_vnni;
+#else
+  return false;
+#endif
+}
+
+bool cpu_runs_avx512_vbmi() {
+#if defined(MOECHAT_X86)
+  return cpu_runs_avx512_vnni() && x86().avx512_vbmi;
 #else
   return false;
 #endif

@@ -12,8 +12,9 @@ bool cpu_runs_avx2();         // AVX2, FMA and F16C
 bool cpu_runs_avx2_vnni();    // the same, and AVX-VNNI
 bool cpu_runs_avx512();       // AVX2, FMA and F16C, and AVX-512 F, BW, DQ and VL
 bool cpu_runs_avx512_vnni();  // the same, and AVX-512 VNNI
-// The same, and AMX with int8 tiles. The first call requests permission to use the tile registers, which the
-// operating system grants for the life of the process.
+bool cpu_runs_avx512_vbmi();  // the same, and AVX-512 VBMI
+// As cpu_runs_avx512_vnni, and AMX with int8 tiles. The first call requests permission to use the tile
+// registers, which the operating system grants for the life of the process.
 bool cpu_runs_amx();
 
 bool cpu_is_amd();
