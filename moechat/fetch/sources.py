@@ -30,6 +30,8 @@ _BITS_OF_TYPE = {
     "F32": 32.0, "BF16": 16.0, "F16": 16.0, "Q8_0": 8.5, "Q6_K": 6.56, "Q5_K_M": 5.7, "Q5_K_S": 5.5,
     "Q5_1": 6.0, "Q5_0": 5.5, "Q4_K_M": 4.85, "Q4_K_S": 4.6, "Q4_1": 5.0, "Q4_0": 4.5, "IQ4_NL": 4.5,
     "IQ4_XS": 4.25, "MXFP4": 4.25, "Q3_K_L": 4.3, "Q3_K_M": 3.9, "Q3_K_S": 3.5, "Q2_K": 3.0,
+    "IQ3_M": 3.66, "IQ3_S": 3.44, "IQ3_XS": 3.3, "IQ3_XXS": 3.06, "IQ2_M": 2.7, "IQ2_S": 2.5, "IQ2_XS": 2.31,
+    "IQ2_XXS": 2.06, "IQ1_M": 1.75, "IQ1_S": 1.56,
 }  # fmt: skip
 _MAKERS_BITS = 16.0
 # Files with up to so many bits are as small as a store of the usual bits, or nearly.
@@ -198,7 +200,7 @@ def bits_in_name(name: str) -> float | None:
         if re.search(rf"(^|[-._]){kind}($|[-._])", name, re.IGNORECASE):
             return _BITS_OF_TYPE[kind]
     # Mixed forms such as Q4_K_XL.
-    match = re.search(r"(?:^|[-._])I?Q([2-8])_", name, re.IGNORECASE)
+    match = re.search(r"(?:^|[-._])I?Q([1-8])_", name, re.IGNORECASE)
     return None if match is None else float(match[1]) + 0.5
 
 

@@ -86,6 +86,42 @@ def test_logits_are_those_of_the_values_in_the_file(model: tuple[Path, Path], tm
     assert float((quantised_anew - expected).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "down"), [(Kind.IQ2_XXS, Kind.IQ3_S), (Kind.IQ3_XXS, Kind.IQ2_S), (Kind.IQ1_M, Kind.IQ2_XS)]
+)
+def test_files_with_few_bits_keep_their_values(tmp_path: Path, kind: Kind, down: Kind) -> None:
+    source, path = tmp_path / "source", tmp_path / "m.gguf"
+    config = save_model("qwen3_moe", source)
+
+    def choose(name: str, shape: tuple[int, ...]) -> Kind:
+        return Kind.F32 if "_exps" not in name else down if "down" in name else kind
+
+    write_gguf("qwen3_moe", config, tensors_of(source), path, choose)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    stacked = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+    def read(name: str) -> torch.Tensor:
+        layer, expert, projection = (name.split(".")[at] for at in (2, 5, 6))
+        tensor = tensors[f"blk.{layer}.ffn_{stacked[projection]}_exps.weight"]
+        return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)[int(expert)].copy())
+
+    decoded = tmp_path / "decoded"
+    shutil.copytree(source, decoded)
+    for file in decoded.glob("*.safetensors"):
+        changed = {
+            name: read(name) if ".experts." in name else each for name, each in load_file(file).items()
+        }
+        save_file(changed, file, metadata={"format": "pt"})
+    with moechat.load(path, dense_bits=16, dtype="float32", activation_bits=32) as engine:
+        ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
+        names = sorted((kind.name, down.name))
+        assert engine.describe().experts_form == " and ".join(names)
+        size = engine.describe().expert_bytes
+    of_file = sum(int(tensor.n_bytes) for name, tensor in tensors.items() if "_exps" in name)
+    torch.testing.assert_close(ours, logits_of(decoded), rtol=1e-4, atol=1e-4)
+    assert of_file < size < 1.3 * of_file  # records are whole pages
+
+
 def test_budgets_and_prompts_in_parts_change_no_bit(model: tuple[Path, Path]) -> None:
     path, _ = model
     with moechat.load(path) as engine:

@@ -1,10 +1,13 @@
-"""Packs tensors in ggml's types: those of the gguf package, and K-quants, which it only decodes.
+"""Packs tensors in ggml's types: those of the gguf package, and K-quants and IQ1 to IQ3, which it only
+decodes.
 
-K-quants follow the layouts in ggml's ``ggml-common.h``.
+K-quants follow the layouts in ggml's ``ggml-common.h``. Of IQ1 to IQ3 the codes are random, of values about
+as large as the tensor's: it serves tests, whose weights are random anyway.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +16,13 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+GRIDS = (Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ1_S, Kind.IQ1_M)
+
 
 def encode(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
     """Pack a tensor, rows of whole blocks."""
+    if kind in GRIDS:
+        return _random_codes(values, kind)
     if kind is Kind.Q4_K:
         return _by_rows(values, _encode_q4_k)
     if kind is Kind.Q6_K:
@@ -23,6 +30,34 @@ def encode(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
     if kind is Kind.I32:
         return values.astype(np.int32)
     return gguf.quantize(np.ascontiguousarray(values), kind)
+
+
+def put_scales(blocks: NDArray[np.uint8], scales: NDArray[np.float16], *, in_nibbles: bool) -> None:
+    """Write the fp16 scales of blocks ``[..., bytes]`` of IQ1 to IQ3.
+
+    Args:
+        blocks: Changed.
+        scales: ``[...]``.
+        in_nibbles: They are in the highest bits of four words, as in IQ1_M; else they come first.
+    """
+    if not in_nibbles:
+        blocks[..., :2] = scales[..., None].view(np.uint8)
+        return
+    patterns = scales.view(np.uint16)
+    for word in range(4):
+        high = (patterns >> (4 * word) & 15).astype(np.uint8) << 4
+        blocks[..., 49 + 2 * word] = blocks[..., 49 + 2 * word] & 15 | high
+
+
+def _random_codes(values: NDArray[np.float32], kind: Kind) -> NDArray[np.uint8]:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(values).view(np.uint8)))
+    blocks = rng.integers(0, 256, (values.size // block, size), dtype=np.uint8)
+    scales = np.full(len(blocks), 2.0**-6, np.float16)
+    put_scales(blocks, scales, in_nibbles=kind is Kind.IQ1_M)
+    much = values.std() / gguf.dequantize(blocks, kind).std()
+    put_scales(blocks, (scales * much).astype(np.float16), in_nibbles=kind is Kind.IQ1_M)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _by_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gguf import dequantize
 from gguf.constants import GGMLQuantizationType
+from gguf_encoders import put_scales
 from native_support import Call, empty_records
 
 from moechat import _native
@@ -75,10 +76,8 @@ def file_rows(rng: np.random.Generator, encoding: str, rows: int, columns: int) 
         scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16)
         data[:, :, place : place + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
     if encoding == "iq1_m":  # the scale is in the highest four bits of four words
-        scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16).view(np.uint16)
-        for word in range(4):
-            data[:, :, 49 + 2 * word] &= 15
-            data[:, :, 49 + 2 * word] |= (scales >> (4 * word) & 15).astype(np.uint8) << 4
+        scales = (rng.standard_normal((rows, columns // block)) * spread).astype(np.float16)
+        put_scales(data, scales, in_nibbles=True)
     if encoding == "mxfp4":
         data[:, :, 0] = rng.integers(119, 124, (rows, columns // block))
     return data.reshape(rows, -1)

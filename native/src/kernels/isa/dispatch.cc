@@ -189,4 +189,9 @@ std::vector<const char*> built_isas() {
   return names;
 }
 
+bool looks_up_bytes() {
+  static const bool found = cpu_runs_avx512_vbmi();
+  return found;
+}
+
 }  // namespace moechat

@@ -6,6 +6,7 @@
 #include "kernels/experts/encodings.inc.h"
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/grid_codes.inc.h"
 #include "kernels/experts/weight_classes.inc.h"
 #include "kernels/experts/kept_float.inc.h"
 #include "kernels/experts/expert_kernel.inc.h"

@@ -1,6 +1,6 @@
 // Codes of weights with a grid by AVX-512 VBMI: 64 numbers are looked up in registers at a time, as patterns
 // of bits, which become codes through a second table; see Grid in layout/grids.h. Included inside the
-// anonymous namespace of isa/avx512_vnni_kept.cc, by weight_classes.inc.h.
+// anonymous namespace of isa/avx512_vnni_kept.cc, by grid_codes.inc.h.
 
 #define MOECHAT_VBMI inline __attribute__((always_inline, target("avx512vbmi")))
 

@@ -312,4 +312,7 @@ static constexpr int column_shift(int bits, int column) {
   }
 }
 
+// Whether the processor looks up bytes in registers, by AVX-512 VBMI. In dispatch.cc.
+bool looks_up_bytes();
+
 }  // namespace moechat

@@ -3,7 +3,6 @@
 #include <cstddef>
 
 #include "kernels/layout/grid_patterns.h"
-#include "kernels/threads/cpu_info.h"
 
 namespace moechat {
 namespace {
@@ -131,11 +130,6 @@ Grid grid_of(Encoding encoding) {
     default:
       return kIq1.grid();
   }
-}
-
-bool looks_up_bytes() {
-  static const bool found = cpu_runs_avx512_vbmi();
-  return found;
 }
 
 void grid_codes(Encoding encoding, const std::uint32_t* steps, std::uint32_t word, unsigned char* codes) {

@@ -61,9 +61,6 @@ static constexpr std::uint32_t odd_word(Encoding encoding, const std::uint32_t* 
   return odd_scales(encoding).apart == 0 && sub == 0 ? steps[kept_form(encoding).grid_steps - 1] : word;
 }
 
-// Whether the processor has AVX-512 VBMI.
-bool looks_up_bytes();
-
 // Writes the 64 codes of a row of a group. `steps`: its words of the q field.
 void grid_codes(Encoding encoding, const std::uint32_t* steps, std::uint32_t word, unsigned char* codes);
 
