@@ -70,7 +70,7 @@ unsigned byte_of(const std::uint32_t* steps, int at) { return steps[at / 4] >> (
 // 7 signs, and the one that makes their number even.
 unsigned even_signs(unsigned signs) {
   unsigned odd = signs;
-  for (const int shift : {4, 2, 1}) odd ^= odd >> shift;
+  for (int shift = 4; shift > 0; shift /= 2) odd ^= odd >> shift;
   return signs | (odd & 1u) << 7;
 }
 
