@@ -119,7 +119,7 @@ def test_files_with_few_bits_keep_their_values(tmp_path: Path, kind: Kind, down:
         size = engine.describe().expert_bytes
     of_file = sum(int(tensor.n_bytes) for name, tensor in tensors.items() if "_exps" in name)
     torch.testing.assert_close(ours, logits_of(decoded), rtol=1e-4, atol=1e-4)
-    assert of_file < size < 1.3 * of_file  # records are whole pages
+    assert of_file < size < 1.4 * of_file  # records are whole pages, and these are small
 
 
 def test_budgets_and_prompts_in_parts_change_no_bit(model: tuple[Path, Path]) -> None:
