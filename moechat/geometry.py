@@ -153,7 +153,8 @@ class ExpertGeometry:
         intermediate_size: Neurons of one expert before padding to blocks of 64.
         num_experts: Experts in a layer.
         bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised). Of kept encodings the
-            nearest of the first four to the mean bits of their codes: their kernels are about as fast.
+            nearest of the first four to the mean bits of their codes: their kernels are about as fast, except
+            for :attr:`grid_share`.
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
         gate: The computation between the projections; of the first layer if they differ.
         has_bias: Gate, up and down carry biases.
@@ -187,6 +188,18 @@ class ExpertGeometry:
                 raise UsageError(f"{name} is {value}; it must be between 1 and {1 << 20}")
         if self.weight_type is WeightType.FP32:
             raise UsageError("16-bit records hold bf16 or fp16 values, not fp32")
+
+    @cached_property
+    def grid_share(self) -> float:
+        """Share of the weights in encodings with grids, IQ1 to IQ3, which CPUs take longer to unpack."""
+        if not self.kept:
+            return 0.0
+        from moechat import _native
+
+        grids = {name for name in _native.kept_encodings() if _native.kept_form(name)["table"] == "grid"}
+        inputs = 2 if self.gate.gated else 1
+        found = sum(inputs * (first in grids) + (down in grids) for first, down in self.kept)
+        return found / ((inputs + 1) * len(self.kept))
 
     @cached_property
     def layout(self) -> _native.BlockLayout:

@@ -165,6 +165,7 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
         dense_itemsize=outline.form.itemsize,
         kv_bytes=outline.cache.read_bytes(SPEED_CONTEXT) // SPEED_CONTEXT,
         hidden_size=geometry.hidden_size,
+        grids=geometry.grid_share,
     )
 
 

@@ -32,6 +32,9 @@ _USUAL_CONTEXT = 1024
 _RELIABILITY: tuple[Origin, ...] = ("measured", "published", "datasheet", "estimate")
 
 
+_MAY_BE_NOTHING = ("kv_bytes", "head_bytes", "dense_bytes", "grids")
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes that the time of a token depends on.
@@ -50,6 +53,7 @@ class ModelShape:
         dense_itemsize: Mean bytes per dense weight.
         kv_bytes: Attention cache of the whole model for one token of context.
         hidden_size: Size of the hidden states.
+        grids: Share of the expert weights in encodings with grids.
 
     Raises:
         ValueError: A value is negative, or a count is 0.
@@ -67,10 +71,11 @@ class ModelShape:
     dense_itemsize: float
     kv_bytes: int
     hidden_size: int
+    grids: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name not in ("kv_bytes", "head_bytes", "dense_bytes")):
+            if value < 0 or (value == 0 and name not in _MAY_BE_NOTHING):
                 raise ValueError(f"{name} is {value}")
         if self.top_k > self.experts:
             raise ValueError(f"{self.top_k} experts per token of {self.experts} are not valid")
@@ -151,6 +156,7 @@ def cost_figures(
         UsageError: The machine lacks that tier or the link to it.
     """
     link = _link(profile, near)
+    computing = profile.with_grids(shape.grids)
     each = shape.expert_bytes
     held = round(in_ram * shape.all_expert_bytes) if near == "gpu" else 0
     figures = {"load": _over(each, link_rate(link, each, held)), "latency": _first_byte(link)}
@@ -158,10 +164,10 @@ def cost_figures(
     together = link_rate_together(link, each, held)
     if together is not None:
         figures["load_together"] = _over(each, together)
-    far = _over(each, expert_rate(profile, shape.bits))
+    far = _over(each, expert_rate(computing, shape.bits))
     if near == "gpu":
         figures["compute_far"] = far
-        beside = beside_link(profile, near)
+        beside = beside_link(computing, near)
         if beside:
             figures["compute_together"] = _over(each, beside[nearest_bits(shape.bits, beside)])
     if times is not None:
@@ -181,7 +187,7 @@ def cost_figures(
         # A time that was measured on the model may be shorter than the estimate of reading it.
         costs = replace(costs, call=max(0.0, costs.moe - reading), calls=calls)
     else:
-        slowdown = _near_slowdown(profile, shape.bits, link_rate(link, each).value)
+        slowdown = _near_slowdown(computing, shape.bits, link_rate(link, each).value)
         costs = replace(costs, near_slowdown=slowdown)
     return CostFigures(costs, figures)
 

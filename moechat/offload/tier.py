@@ -530,6 +530,7 @@ def _family_knowledge(store: Store, top_k: int, settings: CacheSettings) -> Know
         dense_itemsize=4,
         kv_bytes=0,
         hidden_size=geometry.hidden_size,
+        grids=geometry.grid_share,
     )
     return defaults(shape, store.manifest.model_type, settings.policy)
 

@@ -100,7 +100,7 @@ def _rate(cases: Cases, far: Far | None) -> Figure | None:
     computes = cases.machine.near == "ram" or (far is not None and cases.settings.miss != "fetch")
     if profile is None or not computes:
         return None
-    rate = expert_rate(profile, cases.shape.bits)
+    rate = expert_rate(profile.with_grids(cases.shape.grids), cases.shape.bits)
     return None if rate.low is None or rate.high is None else rate
 
 

@@ -317,7 +317,8 @@ def figures_used(
         in_ram: Share of the experts that RAM holds behind a GPU.
     """
     found: dict[str, Figure] = {}
-    rates, together = expert_rate(profile, shape.bits), beside_link(profile, near)
+    computing = profile.with_grids(shape.grids)
+    rates, together = expert_rate(computing, shape.bits), beside_link(computing, near)
     if near == "gpu" and profile.gpu is not None:
         gpu = profile.gpu
         found["graphics memory, bytes/s"] = gpu.bandwidth

@@ -293,3 +293,30 @@ def test_larger_experts_take_longer(
     assert large.moe > small.moe or (near == "gpu" and large.moe == small.moe)
     assert large.compute_far >= small.compute_far
     assert (large.attention, large.head, large.latency) == (small.attention, small.head, small.latency)
+
+
+def test_grids_bound_what_cores_compute_but_not_what_the_memory_delivers() -> None:
+    pc = reference_profile("rtx3060-12g")
+    assert pc.with_grids(0) is pc
+    before, after = pc.expert_rate[2], pc.with_grids(1).expert_rate[2]
+    core = before[1].value
+    assert after[1].value == pytest.approx(core / 5.5)
+    assert after[6].value == pytest.approx(6 * core / 5.5)
+    assert after[6].low is not None
+    assert after[6].low < after[6].value
+    assert after[6].origin == "estimate"
+    half = pc.with_grids(0.5).expert_rate[2][6].value
+    assert half == pytest.approx(2 / (1 / before[6].value + 1 / after[6].value))
+    # So many cores that the memory is the limit.
+    fast = replace(pc, expert_rate={2: {1: before[1], 64: before[6]}})
+    assert fast.with_grids(1).expert_rate[2][64] == before[6]
+    # Processors with AVX-512 VBMI unpack faster.
+    assert replace(pc, isa="avx512-vnni").with_grids(1).expert_rate[2][1].value > after[1].value
+
+
+def test_grids_of_experts_raise_the_time_of_the_cpu_alone() -> None:
+    pc = reference_profile("rtx3060-12g")
+    shape = replace(SHAPE, bits=2)
+    plain, grids = (costs_of(pc, replace(shape, grids=share), near="gpu") for share in (0.0, 1.0))
+    assert grids.compute_far > 1.5 * plain.compute_far
+    assert (grids.load, grids.attention, grids.head) == (plain.load, plain.attention, plain.head)

@@ -200,6 +200,12 @@ def test_a_scale_that_is_not_finite_is_an_error_and_writes_no_store(
     assert list(moechat_home.rglob("manifest.json")) == []
 
 
+def test_the_share_of_weights_in_grids_counts_projections() -> None:
+    geometry = ExpertGeometry(512, 256, 4, 2, kept=(("iq2_xxs", "q3_k"), ("q4_k", "iq3_s")))
+    assert geometry.grid_share == pytest.approx((2 + 1) / 6)
+    assert ExpertGeometry(512, 256, 4, 4).grid_share == 0
+
+
 def test_a_geometry_is_read_as_it_was_written() -> None:
     geometry = ExpertGeometry(512, 256, 4, 4, kept=(("q4_k", "q6_k"), ("q4_k", "q4_k")))
     assert ExpertGeometry.from_json(geometry.to_json()) == geometry

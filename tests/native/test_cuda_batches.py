@@ -81,7 +81,11 @@ def test_two_batches_are_under_way_while_there_is_work_and_none_exceeds_a_quarte
     with Link(cuda, 40, in_flight_bytes=window) as one:
         one.submit(range(40), priority)
         assert cuda.get("groups_now") >= 2
+        drained = False
         for allowed in range(1, 41):
+            if not drained and one.link.stats()["queued"] == 0:
+                drained = True
+                time.sleep(0.05)  # what has left the queue reaches the driver a moment later
             cuda.set(gate=allowed)
             # The thread of the link fills up what a batch has left, before the stream has run empty.
             one.wait_until(lambda allowed=allowed: one.stopped(allowed) and one.is_full())

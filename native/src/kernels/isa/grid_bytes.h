@@ -82,7 +82,8 @@ MOECHAT_VBMI void masks_of(__m512i bits, __mmask64 (&to)[kBits]) {
   for (int i = 0; i < kBits; ++i) to[i] = _mm512_test_epi8_mask(bits, _mm512_set1_epi8(1 << i));
 }
 
-// 32 columns of a grid of 8 with deltas, which are bit 2 of the bytes of `deltas`.
+// 32 columns of a grid of 8 with deltas, which are bit 2 of the bytes of `deltas`. `apart`: byte i of a dword
+// is that of run i; else all four are the same.
 MOECHAT_VBMI void delta_runs(const Grid& grid, __m512i numbers, __m512i more, __m512i deltas, bool apart,
                              VecI* to) {
   __mmask64 masks[3];
