@@ -44,6 +44,14 @@ MOECHAT_INLINE VecI bits_of(VecI words, int at, int bits) {
 
 MOECHAT_INLINE VecI grid_step(const KeptGroup& at, int which) { return loadi(at.q + which * kStepBytes); }
 
+// from[at[i]] for each lane i, one by one; see gather_pairs.
+MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
+  std::uint32_t places[16];
+  storei(places, at);
+  for (std::uint32_t& place : places) place = from[place];
+  return loadi(places);
+}
+
 // to[0] and to[1]: codes of 8 columns of a grid of 8, with the signs in byte `byte`.
 MOECHAT_INLINE void signed_run(const Codebook& book, VecI numbers, VecI signs, int byte, VecI* to) {
   gather_pairs(book.grid.codes, numbers, &to[0], &to[1]);

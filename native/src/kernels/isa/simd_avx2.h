@@ -91,12 +91,6 @@ MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
   return VecI{_mm256_shuffle_epi8(table.a, codes.a), _mm256_shuffle_epi8(table.a, codes.b)};
 }
 // Elements are loaded one by one; see simd_avx512.h.
-MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
-  std::uint32_t places[16];
-  storei(places, at);
-  for (std::uint32_t& place : places) place = from[place];
-  return loadi(places);
-}
 MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
   std::uint32_t places[16];
   storei(places, at);

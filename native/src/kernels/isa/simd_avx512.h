@@ -52,14 +52,8 @@ MOECHAT_INLINE VecI shr(VecI x, int bits) {
 }
 // Bytes of a table of 16, which stands four times in `table`, by the low four bits of bytes below 16.
 MOECHAT_INLINE VecI lookup(VecI table, VecI codes) { return VecI{_mm512_shuffle_epi8(table.a, codes.a)}; }
-// Elements are loaded one by one: gathering instructions take twice as long, on processors with mended
-// microcode still longer.
-MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
-  std::uint32_t places[16];
-  storei(places, at);
-  for (std::uint32_t& place : places) place = from[place];
-  return loadi(places);
-}
+// Elements are loaded one by one: gathering instructions were no faster where it was measured, a Zen 4, and
+// are slower on Intel's processors whose microcode guards them.
 MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
   std::uint32_t places[16];
   storei(places, at);

@@ -134,13 +134,6 @@ MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
   for (unsigned char& byte : bytes) byte = values[byte];
   return loadi(bytes);
 }
-// from[at[i]] for each lane i.
-MOECHAT_INLINE VecI gather(const std::uint32_t* from, VecI at) {
-  std::uint32_t words[16];
-  storei(words, at);
-  for (std::uint32_t& word : words) word = from[word];
-  return loadi(words);
-}
 // from[2 * at[i]] and from[2 * at[i] + 1].
 MOECHAT_INLINE void gather_pairs(const std::uint32_t* from, VecI at, VecI* first, VecI* second) {
   std::uint32_t words[16];
