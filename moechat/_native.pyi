@@ -1968,6 +1968,61 @@ class Timeline:
     def check(self) -> str:
         """Return the first inconsistency in the cache, or an empty string; slow."""
 
+def draw_routing(weights: _F64, top_k: int, tokens: int, seed: int) -> _I32:
+    """Draw experts for :func:`moechat.simulate.drawn_routing.draw_routing`; drops the GIL.
+
+    A token takes places of its layer's order of last use without replacement, with probabilities in
+    proportion to the weights of the places; its experts move to the front.
+
+    Args:
+        weights: float64 [layers, experts], C order, positive: of the places of that order, the front first.
+        top_k: Experts of a token.
+        tokens: Number of tokens. More of them begin with the same ones.
+        seed: 0 to 2**64 - 1.
+
+    Returns:
+        int32 [tokens, layers, top_k].
+
+    Raises:
+        ValueError: A shape or a value is out of range.
+        KeyboardInterrupt: Ctrl-C (or the exception that the signal handler raises).
+    """
+
+def draw_rankings(
+    experts: _I32,
+    weights: _F32 | None,
+    right: _F64,
+    popularity: _F64,
+    width: int,
+    seed: int,
+    stream: int,
+    first_token: int,
+) -> _I32:
+    """Draw rankings for :func:`moechat.routing.drawn_predictions.draw_rankings`; drops the GIL.
+
+    A row depends on the seed, the stream and the numbers of its token and layer; how it begins does not
+    depend on the width.
+
+    Args:
+        experts: int32 [tokens, layers, k], C order: chosen experts, none twice in a row.
+        weights: float32, of the same shape, positive: those with large ones are ranked first. ``None``: in
+            random order.
+        right: float64 [layers, experts], C order. Up to rank k, the probability that the expert there is a
+            chosen one; beyond, the probability of each chosen expert that no rank before has to be there.
+        popularity: float64 [layers, experts], C order, positive: of experts that are ranked wrongly.
+        width: Ranks, at most the number of experts.
+        seed: 0 to 2**64 - 1.
+        stream: Number of this drawing of the trace, 0 to 2**64 - 1.
+        first_token: Number of the first token in the whole trace.
+
+    Returns:
+        int32 [tokens, layers, width], best first.
+
+    Raises:
+        ValueError: A shape or a value is out of range, or an expert is named twice.
+        KeyboardInterrupt: Ctrl-C (or the exception that the signal handler raises).
+    """
+
 def prediction_depth(experts: int, top_k: int) -> int:
     """Ranks of a prediction that are counted: ``4 * top_k`` within 16 to 64, at most ``experts``."""
 

@@ -13,8 +13,8 @@ experts:
 - The expert at rank y is right with probability ``1 / (1 + (y / c) ** s)``. The accuracy and the sum k over
   all ranks determine c and s, so there is nothing to fit: :func:`rank_accuracy`.
 - The chosen experts are ranked in an order drawn without replacement with probabilities in proportion to
-  ``weight ** 2``. Measured exponents: 2.3 to 2.5 one layer ahead, 1.5 two layers ahead. Without weights,
-  the order is random.
+  ``weight ** 2``. Measured exponents: 2.3 to 2.5 one layer ahead, 1.5 two layers ahead. Without weights, the
+  order is random.
 
 Ranks of a token are right independently of each other: 0.83 times the variance of a binomial distribution;
 measured 0.7 to 0.8.
@@ -27,21 +27,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from moechat import _native
 from moechat.errors import UsageError
 from moechat.routing.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 # Factor of the accuracy for each further layer ahead; an assumption. The demo model: 0.81.
 AHEAD_FACTOR = 0.85
-# Exponent of a weight for the order in which the chosen experts are ranked.
-WEIGHT_EXPONENT = 2.0
 # Accuracy of the first layer relative to the best (2.07 and 3.39 of 4 experts), and share of the layers over
 # which it rises.
 _FIRST_LAYER = 2.07 / 3.39
 _RISING_SHARE = 0.25
 _MOST_VALUES = 1 << 22  # drawn at a time
 _MOST_RANKED = 1 << 28
-_LEAST = np.float32(1e-9)
+_UNCOUNTED = 0.5  # of an expert's popularity, in tokens
 _LEAST_WEIGHT = np.float32(1 / 512)  # half of the smallest that a byte can hold
 # Values of s for which curves are computed, and bisections for c.
 _SHARPNESS = np.concatenate([[0.0], np.geomspace(0.05, 100.0, 80)])
@@ -159,115 +158,50 @@ def draw_rankings(
             f"rankings of {width} experts for {tokens} tokens of {layers} layers do not fit in memory",
             hint="simulate fewer tokens",
         )
-    popularity = np.log(trace.counts() + 0.5).astype(np.float32)
+    popularity = np.ascontiguousarray(trace.counts() + _UNCOUNTED, dtype=np.float64)
     out = np.empty((lookahead, tokens, layers, width), dtype=np.int32)
     step = max(1, _MOST_VALUES // (layers * experts))
     for ahead in range(lookahead):
         right = accuracy * AHEAD_FACTOR**ahead
         if right.ndim == 1:
             right = rank_accuracy(right, experts, k)
-        draw = _Draw(right, popularity, k, width, np.random.default_rng((seed, ahead)))
+        table = _draw_table(right, experts, k)
         for start in range(0, tokens, step):
             rows = slice(start, start + step)
-            weights = None if trace.weights is None else trace.weights[rows]
-            out[ahead, rows] = draw.rankings(trace.experts[rows].astype(np.int64), weights)
+            weights = None if trace.weights is None else _positive(trace.weights[rows])
+            out[ahead, rows] = _native.draw_rankings(
+                np.ascontiguousarray(trace.experts[rows], dtype=np.int32),
+                weights,
+                table,
+                popularity,
+                width=width,
+                seed=seed,
+                stream=ahead,
+                first_token=start,
+            )
     return out
 
 
-class _Draw:
-    """Draws rankings of the parts of a trace.
+def _positive(weights: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+    return np.maximum(np.ascontiguousarray(weights, dtype=np.float32), _LEAST_WEIGHT)
+
+
+def _draw_table(right: Floats, experts: int, k: int) -> Floats:
+    """What rankings are drawn by, float64 ``[layers, experts]``: up to rank k the probability that the expert
+    there is right; beyond, of each chosen expert that is still left, that it is at this rank.
 
     Args:
         right: float64 ``[layers, ranks]``: probability that the expert at a rank is right; ranks beyond the
             given ones share what is missing to the sum k.
-        popularity: float32 ``[layers, experts]``: logarithms.
+        experts: N.
         k: Chosen experts.
-        width: Experts to rank.
-        generator: Source of what all rankings need; ranks beyond k draw from one derived from it.
     """
-
-    def __init__(
-        self,
-        right: Floats,
-        popularity: npt.NDArray[np.float32],
-        k: int,
-        width: int,
-        generator: np.random.Generator,
-    ) -> None:
-        experts = popularity.shape[1]
-        self._first = right[:, :k].astype(np.float32)
-        self._popularity, self._k, self._width = popularity, k, width
-        self._generator, self._further = generator, generator.spawn(1)[0]
-        # Probability of each rank beyond k that one of the experts which are left is there.
-        beyond = np.zeros((len(right), experts - k))
-        given = right[:, k:experts]
-        beyond[:, : given.shape[1]] = given
-        rest = k - right[:, :k].sum(axis=1) - given.sum(axis=1)
-        if given.shape[1] < experts - k:
-            beyond[:, given.shape[1] :] = np.maximum(rest, 0)[:, None] / (experts - k - given.shape[1])
-        left = np.cumsum(beyond[:, ::-1], axis=1)[:, ::-1]
-        self._beyond = np.divide(beyond, left, out=np.ones_like(beyond), where=left > 0)
-
-    def rankings(
-        self, chosen: npt.NDArray[np.int64], weights: npt.NDArray[np.float16] | None
-    ) -> npt.NDArray[np.int64]:
-        """Rankings ``[tokens, layers, width]`` of a part."""
-        k, width = self._k, self._width
-        right = self._right(chosen.shape)
-        own = self._own_order(chosen, weights)
-        wrong = self._wrong(chosen, min(max(width, k), self._popularity.shape[1] - k))
-        # The i-th right rank has the i-th of the chosen experts, the i-th wrong one the i-th of the others.
-        count = np.cumsum(right, axis=-1)
-        places = np.arange(right.shape[-1]) - count
-        found = np.take_along_axis(own, np.maximum(count - 1, 0), axis=-1)
-        if not wrong.shape[-1]:
-            return found[..., :width]
-        others = np.take_along_axis(wrong, np.clip(places, 0, wrong.shape[-1] - 1), axis=-1)
-        return np.where(right, found, others)[..., :width]
-
-    def _right(self, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """Which ranks are right: ``[tokens, layers, max(width, k)]``."""
-        k, experts = self._k, self._popularity.shape[1]
-        right = self._generator.random(shape, dtype=np.float32) < self._first
-        # Too few other experts to be wrong so often.
-        least = 2 * k - experts
-        if least > 0:
-            missing = least - right.sum(axis=-1, keepdims=True)
-            right |= np.cumsum(~right, axis=-1) <= missing
-        if self._width <= k:
-            return right
-        whole = np.empty((*shape[:-1], self._width), dtype=bool)
-        whole[..., :k] = right
-        left = k - right.sum(axis=-1)
-        for rank in range(k, self._width):
-            likely = left * self._beyond[:, rank - k]
-            here = self._further.random(left.shape, dtype=np.float32) < likely
-            here = (left > 0) & (here | (left >= experts - rank))
-            whole[..., rank] = here
-            left -= here
-        return whole
-
-    def _own_order(
-        self, chosen: npt.NDArray[np.int64], weights: npt.NDArray[np.float16] | None
-    ) -> npt.NDArray[np.int64]:
-        """The chosen experts in the order of their ranks."""
-        # Of exponential variables divided by rates, the smallest are drawn without replacement by rate.
-        keys = self._generator.standard_exponential(chosen.shape, dtype=np.float32)
-        if weights is not None:
-            keys /= np.maximum(weights.astype(np.float32), _LEAST_WEIGHT) ** WEIGHT_EXPONENT
-        return np.take_along_axis(chosen, np.argsort(keys, axis=-1), axis=-1)
-
-    def _wrong(self, chosen: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-        """The first ``count`` of the other experts, drawn without replacement by popularity."""
-        shape = (*chosen.shape[:-1], self._popularity.shape[-1])
-        # A float32 exponential variable can be 0.
-        exponential = np.maximum(self._generator.standard_exponential(shape, dtype=np.float32), _LEAST)
-        keys = np.log(exponential, out=exponential)
-        keys -= self._popularity
-        np.put_along_axis(keys, chosen, np.float32(np.inf), axis=-1)
-        if count < shape[-1]:
-            best = np.argpartition(keys, max(count - 1, 0), axis=-1)[..., :count]
-        else:
-            best = np.broadcast_to(np.arange(shape[-1]), shape)
-        order = np.argsort(np.take_along_axis(keys, best, axis=-1), axis=-1)
-        return np.take_along_axis(best, order, axis=-1)
+    beyond = np.zeros((len(right), experts - k))
+    given = right[:, k:experts]
+    beyond[:, : given.shape[1]] = given
+    rest = k - right[:, :k].sum(axis=1) - given.sum(axis=1)
+    if given.shape[1] < experts - k:
+        beyond[:, given.shape[1] :] = np.maximum(rest, 0)[:, None] / (experts - k - given.shape[1])
+    left = np.cumsum(beyond[:, ::-1], axis=1)[:, ::-1]
+    at_rank = np.divide(beyond, left, out=np.ones_like(beyond), where=left > 0)
+    return np.ascontiguousarray(np.concatenate([right[:, :k], at_rank], axis=1), dtype=np.float64)

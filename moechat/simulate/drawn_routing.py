@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moechat import _native
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 
@@ -21,17 +22,7 @@ def draw_routing(statistics: RoutingStatistics, tokens: int, *, seed: int = 0) -
         tokens: Tokens to draw, at least 1.
         seed: Random seed.
     """
-    generator = np.random.default_rng(seed)
-    layers, experts = statistics.activations.shape
     # A rank that was never counted still occurs now and then.
-    likely = np.log(statistics.ranks + 0.5).astype(np.float32)
-    order = np.argsort(generator.random((layers, experts)), axis=1)
-    chosen = np.empty((tokens, layers, statistics.top_k), dtype=np.int32)
-    for token in range(tokens):
-        drawn = likely + generator.gumbel(size=likely.shape)
-        taken = np.argpartition(drawn, -statistics.top_k, axis=1)[:, -statistics.top_k :]
-        chosen[token] = np.take_along_axis(order, taken, axis=1)
-        waits = np.ones(order.shape, dtype=bool)
-        np.put_along_axis(waits, taken, False, axis=1)
-        order = np.take_along_axis(order, np.argsort(waits, axis=1, kind="stable"), axis=1)
-    return Trace(chosen, np.array([0, tokens], dtype=np.int64), experts)
+    likely = np.ascontiguousarray(statistics.ranks + 0.5, dtype=np.float64)
+    chosen = _native.draw_routing(likely, statistics.top_k, tokens, seed)
+    return Trace(chosen, np.array([0, tokens], dtype=np.int64), statistics.activations.shape[1])

@@ -14,6 +14,7 @@ void bind_cache(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_routing(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
+void bind_draws(pybind11::module_& m);
 void bind_layer_plan(pybind11::module_& m);
 void bind_dense(pybind11::module_& m);
 void bind_decode(pybind11::module_& m);

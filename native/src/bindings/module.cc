@@ -369,6 +369,7 @@ PYBIND11_MODULE(_native, m) {
   bind_offload(m);
   bind_routing(m);
   bind_simulate(m);
+  bind_draws(m);
   bind_layer_plan(m);
   bind_checks(m);
   bind_dense(m);
