@@ -193,11 +193,10 @@ def test_conversations_are_renamed_copied_found_and_deleted_with_the_keyboard(
     assert tab.run("location.hash") == ""
 
 
-def test_what_was_written_is_kept_when_the_page_closes(
-    tab: Browser, server: ServerProcess, sessions: Sessions
-) -> None:
+def left_while_answering(tab: Browser, server: ServerProcess, sessions: Sessions) -> Turn:
+    """The turn that is kept when the page closes after the first words of an answer of 900 tokens."""
+    known = {line.key for line in sessions.summaries()}
     opened(tab, server)
-    # Without room between tokens the demo would be done first.
     tab.run(
         "window.realFetch = fetch; "
         "window.more = {max_tokens: 900, logit_bias: {'0': -100}}; "
@@ -211,12 +210,22 @@ def test_what_was_written_is_kept_when_the_page_closes(
     tab.until(f"{LAST}?.querySelector('.body').textContent.length > 20")
     leave(tab)
     for _ in range(PATIENCE_S * 20):
-        if lines := sessions.summaries():
+        if lines := [line for line in sessions.summaries() if line.key not in known]:
             break
         time.sleep(0.05)
     (turn,) = sessions.get(lines[0].key).turns
-    assert turn.mark == "stopped"
-    assert len(turn.answer) > 20
+    return turn
+
+
+def test_what_was_written_is_kept_when_the_page_closes(
+    tab: Browser, server: ServerProcess, sessions: Sessions
+) -> None:
+    # The demo takes two seconds for 900 tokens: on a busy machine it may be done before the page has left.
+    turns: list[Turn] = []
+    while len(turns) < 5 and "stopped" not in (turn.mark for turn in turns):
+        turns.append(left_while_answering(tab, server, sessions))
+    assert turns[-1].mark == "stopped"
+    assert len(turns[-1].answer) > 20
 
 
 def test_on_a_narrow_screen_the_list_opens_over_the_chat(
