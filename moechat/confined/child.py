@@ -282,14 +282,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGPROF, signal.SIGIO):
         signal.signal(number, signal.SIG_DFL)
-    sys.path.extend(sys.argv[1:])
+    lifeline = int(sys.argv[1])
+    sys.path.extend(sys.argv[2:])
     worker = Worker()
     _preload()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     _give_up_rights()
-    # While a request is computed, stdin changes only by its end: then SIGIO ends this process at once.
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(0, fcntl.F_GETFL)
+    # Nothing is ever written to this pipe. It closes when the parent ends: SIGIO ends this process then, even
+    # while it computes. On stdin that would be a race: the kernel may signal bytes after they were read.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     _write(b"R", "")
     while True:
@@ -299,11 +301,9 @@ def main() -> None:
         if most != resource.RLIM_INFINITY:
             allowed = min(allowed, most)
         resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
-        fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         letter, text = _answer(worker, tuple(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        fcntl.fcntl(0, fcntl.F_SETFL, flags)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         _write(letter, text)
         if letter == b"L":

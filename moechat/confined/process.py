@@ -53,6 +53,8 @@ class ConfinedProcess:
         self._ready = False
         self._owner = 0
         self._sent: set[str] = set()
+        # Write end of a pipe to the child, to which nothing is written: the child ends when it closes.
+        self._lifeline: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -146,17 +148,23 @@ class ConfinedProcess:
         environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         program = Path(__file__).with_name("child.py")
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(program), *_directories()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                cwd="/",
-                start_new_session=True,  # the terminal's signals are for the parent
-                bufsize=0,
-            )
+            childs, self._lifeline = os.pipe()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(program), str(childs), *_directories()],
+                    pass_fds=(childs,),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    cwd="/",
+                    start_new_session=True,  # the terminal's signals are for the parent
+                    bufsize=0,
+                )
+            finally:
+                os.close(childs)
         except OSError as error:
+            self._cut_lifeline()
             raise MoechatError(
                 f"the process that renders chat templates cannot be started: {one_line(error)}",
                 hint="end other programs, or raise the limits of processes and open files (ulimit)",
@@ -231,6 +239,7 @@ class ConfinedProcess:
         process, self._process = self._process, None
         self._ready = False
         self._sent = set()
+        self._cut_lifeline()
         if process is None:
             return
         for stream in (process.stdin, process.stdout):
@@ -239,6 +248,11 @@ class ConfinedProcess:
                     stream.close()
         if process.returncode is None:
             process.returncode = 0  # of another process: nothing to wait for
+
+    def _cut_lifeline(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
 
 
 def _directories() -> list[str]:

@@ -24,6 +24,7 @@ from moechat.fetch.file_selection import (
     source_path,
     weights_id,
 )
+from moechat.fetch.finished_shards import remove_shards
 from moechat.fetch.prefetch import BackgroundCall, PrefetchingSource
 from moechat.fetch.repository import RemoteFile, RemoteRepository
 from moechat.fetch.transfer import PART_SUFFIX, Transfer, is_whole
@@ -74,7 +75,7 @@ class Download:
         self._source = source_path(paths, transfer.remote, selection)
         self._keep_requested = keep_source
         self._keep = keep_source or (self._source / KEEP_MARK).exists()
-        self._state = paths.state
+        self._paths = paths
         self._needed = needed
 
     def run(self, report: Report, notice: Notice, *, repair: Collection[str] | None = None) -> Store:
@@ -117,16 +118,18 @@ class Download:
     def record_finished(self) -> None:
         """Update a store that is finished already.
 
-        Records the requested commit, which has the same weights, and keeps requested shards that an
-        interrupted run left.
+        Records the requested commit, which has the same weights. Shards that an interrupted run left are kept
+        on request; else they are removed, unless a conversion with other bits may need them.
 
         Raises:
             MoechatError: The store cannot be written, or is damaged.
         """
-        record_revision(self.plan.destination, self._transfer.remote.commit, self._state)
+        record_revision(self.plan.destination, self._transfer.remote.commit, self._paths.state)
         if self._keep_requested and self._source.is_dir():
             with explained("keeping shards", self._source):
                 (self._source / KEEP_MARK).touch()
+        elif not self._keep:
+            remove_shards(self._ref, self._paths)
 
     def _fetch_and_convert(
         self,

@@ -114,7 +114,7 @@ def list_sources(paths: Paths) -> list[KeptSource]:
     for directory in _own_directories(paths.sources):
         repository, commit = _origin(directory)
         if commit and is_kept_source(directory):
-            variant = (_read_variants(directory) or ("",))[0]
+            variant = (variants_of(directory) or ("",))[0]
             found.append(KeptSource(repository, commit, variant, directory, disk_usage(directory)))
     return found
 
@@ -159,13 +159,13 @@ def record_variant(directory: Path, variant: str | None) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    names = _read_variants(directory) or ()
+    names = variants_of(directory) or ()
     if (variant or "") not in names:
         content = "".join(f"{name}\n" for name in (*names, variant or ""))
         (directory / _VARIANTS_FILE).write_text(content, "ascii")
 
 
-def _read_variants(directory: Path) -> tuple[str, ...] | None:
+def variants_of(directory: Path) -> tuple[str, ...] | None:
     """The variants that a directory of shards serves; ``None`` if an earlier version recorded none."""
     if "+" not in directory.name:  # safetensors
         return ("",)
@@ -177,7 +177,7 @@ def _read_variants(directory: Path) -> tuple[str, ...] | None:
 
 
 def _serves(directory: Path, variant: str | None) -> bool:
-    variants = _read_variants(directory)
+    variants = variants_of(directory)
     return variants is None or (variant or "").lower() in map(str.lower, variants)
 
 

@@ -3,13 +3,14 @@
 The headers of all shards are known from the beginning, so the whole store is planned and checked before the
 first shard is fetched. Experts are converted layer by layer, as soon as all shards of a layer are available.
 Nearly every shard has dense tensors, but dense files are written last. So before a shard is discarded, its
-dense tensors are saved in ``<shard>.dense``. The disk then holds the store, the shards of one layer, the
-saved dense tensors, and the next shard if its source prefetches.
+dense tensors are saved in ``<shard>.dense``, with their checksums in ``<shard>.dense.sums``: they may wait
+there for days, and no hash of the hub covers them. The disk then holds the store, the shards of one layer,
+the saved dense tensors, and the next shard if its source prefetches.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ from moechat.store.encoded_file import dense_chunks, encodings_header, planned_d
 from moechat.store.files import DurableFile
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile
 from moechat.store.safetensors_file import PlannedTensor
-from moechat.store.streamed_checkpoint import StreamedCheckpoint
+from moechat.store.streamed_checkpoint import StreamedCheckpoint, checksum
 
 DENSE_SUFFIX = ".dense"
+SUMS_SUFFIX = ".sums"
 
 
 class Supply(Protocol):
@@ -237,7 +239,7 @@ class ShardSupply:
             shard.close()
             if not reduced:
                 self._source.discard(name)
-            self._saved_path(name).unlink(missing_ok=True)
+            self._remove_saved(name)
         elif not shard.is_reduced:
             self._save_dense(name)  # replaces an earlier copy, which unlike the open shard is unchecked
             shard.close()
@@ -249,11 +251,19 @@ class ShardSupply:
         planned = self._dense_tensors(name)
         path = self._saved_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        sums: dict[str, int] = {}
         with DurableFile(path) as file:
             file.write(encodings_header(planned))
             for tensor in planned:
+                sum_of = 0
                 for data in dense_chunks(shard, tensor):
+                    sum_of = checksum(data, sum_of)
                     file.write(data)
+                sums[tensor.name] = sum_of
+            # Before the tensors appear, so that they never stand there without checksums.
+            with DurableFile(self._sums_path(name)) as kept:
+                kept.write(json.dumps(sums).encode())
+                kept.commit()
             file.commit()
 
     def _dense_tensors(self, name: str) -> list[PlannedTensor]:
@@ -267,17 +277,40 @@ class ShardSupply:
             return False
         shard = self._checkpoint.shards[name]
         try:
-            shard.open(path, whole=False)
-            for key in self._dense[name]:
-                shard.array(key)
+            sums, planned = self._sums(name), self._dense_tensors(name)
+            plain = {tensor.name: sums[tensor.name] for tensor in planned if tensor.encoding is None}
+            shard.open(path, whole=False, sums=plain)
+            for tensor in planned:
+                sum_of = 0
+                for data in dense_chunks(shard, tensor):
+                    sum_of = checksum(data, sum_of)
+                if sum_of != sums[tensor.name]:
+                    raise CheckpointError(f"{path} has changed since it was saved")
         except CheckpointError:  # damaged: it can be saved again
             shard.close()
-            os.unlink(path)
+            self._remove_saved(name)
             return False
         return True
 
+    def _sums(self, name: str) -> dict[str, int]:
+        path = self._sums_path(name)
+        try:
+            sums = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError, RecursionError):
+            sums = None
+        if not isinstance(sums, dict) or any(type(sums.get(key)) is not int for key in self._dense[name]):
+            raise CheckpointError(f"{path} does not hold the checksums of saved tensors")
+        return sums
+
+    def _remove_saved(self, name: str) -> None:
+        for path in (self._saved_path(name), self._sums_path(name)):
+            path.unlink(missing_ok=True)
+
     def _saved_path(self, name: str) -> Path:
         return self._saved / (name + DENSE_SUFFIX)
+
+    def _sums_path(self, name: str) -> Path:
+        return self._saved / (name + DENSE_SUFFIX + SUMS_SUFFIX)
 
     def _is_saved(self, name: str) -> bool:
         return self._saved_path(name).exists()

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moechat import _native
 from moechat.errors import CheckpointError
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
@@ -18,6 +20,13 @@ from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.mapped_file import place_of
 from moechat.store.safetensors_file import SafetensorsFile, TensorEntry, parse_header
 from moechat.store.tensors import EncodedFile, TensorFile
+
+_NO_SUMS: Mapping[str, int] = MappingProxyType({})
+
+
+def checksum(data: bytes | NDArray[np.uint8], before: int = 0) -> int:
+    """CRC-32C of bytes, after others whose checksum is ``before``."""
+    return _native.crc32c(np.frombuffer(data, np.uint8), before)
 
 
 class Shard:
@@ -40,6 +49,7 @@ class Shard:
         self.file_bytes = file_bytes
         self.tensors = tensors
         self._file: TensorFile | None = None
+        self._sums: Mapping[str, int] = _NO_SUMS
 
     @classmethod
     def of_header(cls, path: Path, header: bytes, file_bytes: int) -> Shard:
@@ -65,8 +75,13 @@ class Shard:
         """Whether only its dense tensors can be read."""
         return self._file is not None and len(self._file.tensors) < len(self.tensors)
 
-    def open(self, path: Path, *, whole: bool) -> None:
+    def open(self, path: Path, *, whole: bool, sums: Mapping[str, int] = _NO_SUMS) -> None:
         """Read from a file: the shard itself, or its dense tensors.
+
+        Args:
+            path: The file.
+            whole: It is the shard itself.
+            sums: CRC-32C of tensors, which :meth:`chunks` compares.
 
         Raises:
             CheckpointError: Its tensors differ from those in the header.
@@ -77,11 +92,11 @@ class Shard:
             raise CheckpointError(
                 f"{path} does not hold the tensors that its header lists", hint="run the command again"
             )
-        self._file = file
+        self._file, self._sums = file, sums
 
     def close(self) -> None:
         """Close the file; a deleted file frees its space once no view of it is left."""
-        self._file = None
+        self._file, self._sums = None, _NO_SUMS
 
     @property
     def lost(self) -> int | None:
@@ -101,8 +116,21 @@ class Shard:
         return self._require_open(name).array(name)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """See :meth:`TensorFile.chunks`."""
-        return self._require_open(name).chunks(name)
+        """See :meth:`TensorFile.chunks`.
+
+        Raises:
+            CheckpointError: After the last piece: the tensor does not have its checksum.
+        """
+        file, sum_of = self._require_open(name), 0
+        expected = self._sums.get(name)
+        for data in file.chunks(name):
+            if expected is not None:
+                sum_of = checksum(data, sum_of)
+            yield data
+        if expected not in (None, sum_of):
+            raise CheckpointError(
+                f"{file.place(name)} has changed since it was saved", hint="run the command again"
+            )
 
     def encoding(self, name: str) -> str | None:
         """See :class:`moechat.store.tensors.EncodedFile`; known without the file."""

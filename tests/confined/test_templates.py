@@ -401,6 +401,25 @@ def test_the_child_ends_with_a_parent_that_is_killed(busy: bool) -> None:
     parent.stdout.close()
 
 
+def test_bytes_that_arrive_while_the_child_computes_do_not_end_it() -> None:
+    """The kernel may tell of the bytes of a request when the child has read them already and computes."""
+    assert render("{{ x }}", {"x": "ready"}, "model") == "ready"
+    child = psutil.Process(SHARED.pid)
+    sums: list[str] = []
+    text = "{{ range(99999)|map('string')|list|map('wordcount')|sum }}"
+    asked = threading.Thread(target=lambda: sums.append(render(text * 4, {}, "model")))
+    used = child.cpu_times().user
+    asked.start()
+    try:
+        while child.cpu_times().user <= used:
+            time.sleep(0.005)
+        Path(f"/proc/{child.pid}/fd/0").write_bytes(b"x")
+        asked.join()
+    finally:
+        SHARED.close()  # the byte would be taken for the beginning of the next request
+    assert sums == ["99999" * 4]
+
+
 def test_ctrl_c_of_the_terminal_does_not_reach_the_child() -> None:
     render("x", {}, "model")
     assert SHARED.pid is not None

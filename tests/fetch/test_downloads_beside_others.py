@@ -23,6 +23,7 @@ from moechat.fetch.repository import fetch_repository
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import hub_model
 from moechat.loading.stores import open_store, require_in_place
+from moechat.store.lock import exclusive_lock
 from moechat.store.store import Store
 
 LATER = "f" * 40
@@ -220,3 +221,40 @@ def test_parallel_calls_keep_their_order_and_stop_at_the_first_failure() -> None
         map_in_threads(failing, range(1000), threads=4, stop=lambda: stopped.append(True))
     assert stopped == [True]
     assert len(called) < 100
+
+
+def left_by_a_killed_run(program: Cli) -> Path:
+    """What is there if a download is killed after its store was finished."""
+    source = sources(program) / f"tiny--moe-chat@{COMMIT[:12]}"
+    (source / ".aside").mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    (source / ".aside" / "model-00001-of-00005.safetensors.dense").write_bytes(b"x" * 100)
+    (source.parent / f".{source.name}.lock").touch()
+    return source
+
+
+def test_shards_of_a_run_that_was_killed_at_its_end_are_removed_by_the_next(inside: Cli, hub: Hub) -> None:
+    assert inside.call("download", REPOSITORY).status == 0
+    assert list(sources(inside).iterdir()) == []
+    source = left_by_a_killed_run(inside)
+    assert inside.call("download", REPOSITORY, "--dry-run").status == 0
+    assert source.exists()
+    assert inside.call("download", REPOSITORY).status == 0
+    assert list(sources(inside).iterdir()) == []
+
+
+def test_shards_that_another_conversion_may_need_are_left(inside: Cli, hub: Hub) -> None:
+    assert inside.call("download", REPOSITORY).status == 0
+    source = left_by_a_killed_run(inside)
+    unfinished = models(inside) / ".tiny--moe-chat-3bit.partial"
+    unfinished.mkdir()
+    assert inside.call("download", REPOSITORY).status == 0
+    assert source.exists()
+    unfinished.rmdir()
+    with exclusive_lock(sources(inside) / f".{source.name}.lock"):
+        assert inside.call("download", REPOSITORY).status == 0
+        assert source.exists()
+    assert inside.call("download", REPOSITORY, "--keep-source").status == 0
+    assert (source / KEEP_MARK).exists()
+    assert inside.call("download", REPOSITORY).status == 0
+    assert source.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from moechat.errors import CheckpointError
 from moechat.store.calibrated import ConvertLayer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert, finished_files
+from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.outline import DenseFile, ExpertsFile, outline_store
 from moechat.store.peak_disk import peak_disk_bytes
 from moechat.store.quantizer import make_packer
 from moechat.store.shard_supply import ShardSupply
+from moechat.store.store import Store
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
 LAYERS = 12
@@ -308,6 +311,69 @@ def test_damaged_saved_dense_tensors_are_fetched_again(source: Path, tmp_path: P
     store = convert(checkpoint, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
     key = plan.dense_keys[0]
     assert np.array_equal(store.dense.array(key), Checkpoint.open(source).array(key))
+
+
+def _flip_the_last_bit(saved: Path) -> None:
+    data = bytearray(saved.read_bytes())
+    data[-1] ^= 1
+    saved.write_bytes(data)
+
+
+def _lose_the_checksums(saved: Path) -> None:
+    saved.with_name(saved.name + ".sums").unlink()
+
+
+def _damage_the_checksums(saved: Path) -> None:
+    saved.with_name(saved.name + ".sums").write_text('{"model.norm.weight": "x"}')
+
+
+@pytest.mark.parametrize("damage", [_flip_the_last_bit, _lose_the_checksums, _damage_the_checksums])
+def test_saved_dense_tensors_that_changed_between_two_runs_are_fetched_again(
+    source: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    here = tmp_path / "here"
+    shelf = Shelf(source, here)
+    shelf.fail_at = "model-00005-of-00007.safetensors"
+
+    def attempt() -> Store:
+        fresh = checkpoint_of(source, here)
+        plan = mixtral_plan(fresh)
+        supply = ShardSupply(fresh, plan.dense_keys, shelf, here / "aside")
+        return convert(fresh, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    saved = sorted((here / "aside").glob("*.dense"))[0]
+    damage(saved)
+    shelf.fail_at = ""
+    shelf.fetched.clear()
+    store = attempt()
+    assert saved.name.removesuffix(".dense") in shelf.fetched
+    whole = Checkpoint.open(source)
+    for key in mixtral_plan(whole).dense_keys:
+        assert np.array_equal(store.dense.array(key), whole.array(key))
+    assert [path.name for path in here.rglob("*") if path.is_file()] == ["config.json"]
+
+
+def test_a_saved_dense_tensor_that_is_read_wrongly_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    checkpoint = checkpoint_of(source, here)
+    plan = mixtral_plan(checkpoint)
+    supply = ShardSupply(checkpoint, plan.dense_keys, Shelf(source, here), here / "aside")
+    chunks = EncodedSafetensors.chunks
+    reads: dict[str, int] = {}
+
+    def wrong_at_the_last_time(file: EncodedSafetensors, name: str) -> Iterator[bytes]:
+        reads[name] = reads.get(name, 0) + 1
+        for data in chunks(file, name):
+            yield data if reads[name] == 1 else bytes([data[0] ^ 1]) + data[1:]
+
+    monkeypatch.setattr(EncodedSafetensors, "chunks", wrong_at_the_last_time)
+    with pytest.raises(CheckpointError, match="has changed since it was saved"):
+        convert(checkpoint, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_shard_that_differs_from_its_announced_header_is_refused(source: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from moechat.cli.terminal.consoles import confirm, print_notice, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import user_paths
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
+from moechat.fetch.finished_shards import remove_shards
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.geometry import DEFAULT_BITS, KEEP
@@ -89,6 +90,7 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
     offer = find_offer(command.model, ref, say)  # before seconds of importing torch
     if not (command.keep_source or command.dry_run or command.json):
         for title, bits in offer.stores_here(user_paths().models, command.bits, _is_made_of):
+            remove_shards(ref, user_paths())
             _print_present(title, bits, command)
             return True
     with LoadProgress(quiet=command.quiet) as progress, ExitStack() as stack:
