@@ -25,7 +25,6 @@ from moechat.config import active_isa
 from moechat.engine.answer import AnswerSettings, stop_texts, token_bias
 from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
-from moechat.engine.grammar import Grammar
 from moechat.engine.kept_conversation import conversation_key, read_conversation, write_conversation
 from moechat.engine.plans import PlanKeeper
 from moechat.engine.prompt import Message, Prompt, PromptEncoder
@@ -45,6 +44,7 @@ from moechat.offload.expert_map import ExpertMap, RecentUse, read_map
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
+from moechat.reply_formats.grammar import Grammar
 from moechat.steps import MOST_LOGPROBS, Step
 from moechat.store.file_problems import failures_explained
 from moechat.tuner import Tuning

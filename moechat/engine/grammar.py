@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: JSON of a schema, a regular expression, or rules of one's own.
+"""Lets an answer follow a :class:`moechat.reply_formats.grammar.Grammar`.
 
 Before each token the grammar says which tokens may follow; the others are not drawn. The masks come from
 llguidance, which walks the vocabulary as a trie with an Earley parser. A mask needs the last token only, so
@@ -7,10 +7,7 @@ it is computed in a thread beside the forward pass.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,76 +16,11 @@ import torch
 
 from moechat.confined.tokenising import panics_reported
 from moechat.errors import MoechatError, UsageError, one_line
-from moechat.reply_formats.lark import JSON_SPACE
+from moechat.reply_formats.grammar import Grammar, guidance_library
 
 # Characters of a token that may hold a mark.
 _LONGEST_TOKEN = 256
-_JSON_OPTIONS = {"whitespace_pattern": JSON_SPACE}
 _LARK_GUIDE = "the syntax is that of llguidance, a dialect of Lark: https://github.com/guidance-ai/llguidance"
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to look like. Made by the methods below.
-
-    Attributes:
-        rules: In a form that llguidance reads.
-        title: For messages: ``the JSON schema``.
-        after: The grammar holds behind the first such text of the answer, special tokens included: the end of
-            a thought, say. Empty: from the first token on.
-    """
-
-    rules: str
-    title: str
-    after: str = ""
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str, *, after: str = "") -> Grammar:
-        """JSON of a schema.
-
-        Args:
-            schema: The schema, or its JSON text.
-            after: See above.
-
-        Raises:
-            UsageError: It is not a JSON object.
-        """
-        llguidance = _llguidance()
-        try:
-            found = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(found, Mapping):
-                raise ValueError("it is not an object")
-            text = json.dumps(found, allow_nan=False)
-            return cls(
-                llguidance.LLMatcher.grammar_from_json_schema(text, _JSON_OPTIONS), "the JSON schema", after
-            )
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"the JSON schema cannot be read: {one_line(error)}",
-                hint='give an object: {"type": "object", …}',
-            ) from None
-
-    @classmethod
-    def json_object(cls, *, after: str = "") -> Grammar:
-        """Any JSON object."""
-        return cls.json_schema({"type": "object"}, after=after)
-
-    @classmethod
-    def lark(cls, text: str, *, after: str = "") -> Grammar:
-        """Rules in llguidance's dialect of Lark, or in llama.cpp's GBNF, told by its ``::=``."""
-        if "::=" in text:
-            from llguidance.gbnf_to_lark import gbnf_to_lark
-
-            try:
-                text = gbnf_to_lark(text)
-            except Exception as error:
-                raise UsageError(f"the grammar cannot be read as GBNF: {one_line(error)}") from None
-        return cls(_llguidance().LLMatcher.grammar_from_lark(text), "the grammar", after)
-
-    @classmethod
-    def regex(cls, pattern: str, *, after: str = "") -> Grammar:
-        """A regular expression that the whole answer matches, in the syntax of Rust's ``regex``."""
-        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), "the regular expression", after)
 
 
 class GrammarCompiler:
@@ -114,7 +46,7 @@ class GrammarCompiler:
         Raises:
             UsageError: It is malformed or too large, or the model's tokenizer cannot be used with grammars.
         """
-        matcher = _llguidance().LLMatcher(self.tokens, grammar.rules, log_level=0)
+        matcher = guidance_library().LLMatcher(self.tokens, grammar.rules, log_level=0)
         if matcher.is_error():
             hint = (
                 _LARK_GUIDE
@@ -223,10 +155,3 @@ class Constraint:
         self._computing = self._compiler.threads.submit(
             self._matcher.unsafe_compute_mask_ptr, self._mask.ctypes.data, self._mask.nbytes
         )
-
-
-def _llguidance() -> Any:
-    # A tenth of a second, for answers with a grammar only.
-    import llguidance
-
-    return llguidance

@@ -97,7 +97,7 @@ class ClockedLink final : public Link, public StreamOrder {
 class ClockedExecutor final : public DeviceExecutor {
  public:
   ClockedExecutor(ClockedLink* link, const ComputeCosts& costs, const Grouped* rows, double* now)
-      : DeviceExecutor(link, 1.0, FarKernels(BlockLayout{}, GateSpec{}, kDefaultActivationBits, 1, {})),
+      : DeviceExecutor(link, 1.0, FarKernels(LayerForms{}, kDefaultActivationBits, 1, {})),
         clocked_(link),
         costs_(costs),
         rows_(rows),

@@ -78,10 +78,14 @@ def test_the_answer_is_that_of_a_model_loaded_here(server: ServerProcess) -> Non
     assert found["statistics"]["peak_rss_bytes"] != wanted["statistics"]["peak_rss_bytes"]
 
 
-def test_it_starts_without_torch(server: ServerProcess) -> None:
+@pytest.mark.parametrize("form", ["", "schema", "grammar"])
+def test_it_starts_without_torch(server: ServerProcess, tmp_path: Path, form: str) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text('start: "a"' if form == "grammar" else '{"enum": ["a"]}')
+    given = f", '--{form}', {str(rules)!r}" if form else ""
     code = (
         "import sys; from moechat.cli.main import main\n"
-        "assert main(['run', 'demo', 'hello', '--max-tokens', '2', '-q']) == 0\n"
+        f"assert main(['run', 'demo', 'hello', '--max-tokens', '2', '-q'{given}]) == 0\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)

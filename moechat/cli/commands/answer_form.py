@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from moechat.errors import UsageError
-
-if TYPE_CHECKING:
-    from moechat import Grammar
+from moechat.reply_formats.grammar import Grammar
 
 _MOST_BYTES = 4 << 20
 
@@ -70,6 +68,4 @@ class AnswerForm:
         Raises:
             UsageError: It cannot be understood.
         """
-        from moechat import Grammar
-
         return Grammar.json_schema(self.text) if self.kind == "schema" else Grammar.lark(self.text)
