@@ -8,7 +8,7 @@ from moechat.chat.code_blocks import last_code_block
 from moechat.chat.command_settings import change_setting, setting_rows
 from moechat.chat.commands import help_text, unquoted
 from moechat.chat.terminal.clipboard import copy_to_clipboard
-from moechat.chat.text_files import Stamp, path_of, read_text, write_text
+from moechat.chat.text_files import Stamp, path_of, read_named, read_text, write_text
 from moechat.errors import SessionsUnavailableError, UsageError
 from moechat.history.attachments import without_files
 from moechat.history.conversation import Conversation, title_of, turns_of
@@ -205,9 +205,7 @@ class Commands:
             self._say(f"no file goes with your next message{' any more' if session.files else ''}")
             session.files = []
             return
-        path = path_of(unquoted(text))
-        content = read_text(path)
-        name, engine = one_line(path.name), session.models.engine
+        (name, content), engine = read_named(unquoted(text)), session.models.engine
         tokens = len(engine.encode(content)) if content else 0
         if tokens >= engine.context_length:
             raise UsageError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moechat.errors import MoechatError, UsageError
+from moechat.fetch.web_text import is_address, read_address
 from moechat.safe_text import one_line
 
 _MAX_BYTES = 64 << 20
@@ -80,6 +81,22 @@ def read_text(path: Path) -> str:
             f"{shown} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
             hint="convert it first, for example with iconv",
         ) from None
+
+
+def read_named(name: str) -> tuple[str, str]:
+    """Name and content of a text for a message.
+
+    Args:
+        name: The path of a file, or an address of the web, of which HTML pages become their words.
+
+    Raises:
+        UsageError: See :func:`path_of` and :func:`read_text`; or :func:`moechat.fetch.web_text.read_address`.
+        OfflineError: The server of the address cannot be reached.
+    """
+    if is_address(name):
+        return read_address(name)
+    path = path_of(name)
+    return one_line(path.name), read_text(path)
 
 
 def write_text(path: Path, text: str, *, replaceable: Container[Stamp] = ()) -> Stamp:

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from moechat.chat.text_files import path_of, read_text
+from moechat.chat.text_files import read_named
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
-from moechat.safe_text import one_line
 
 # Far beyond any context window; keeps an endless stream from filling the memory.
 _MAX_BYTES = 64 << 20
@@ -42,16 +41,16 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
 
 
 def read_files(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Names and contents of text files to send with a message.
+    """Names and contents of texts to send with a message.
 
     Args:
-        names: Their paths.
+        names: Their paths, or addresses of the web.
 
     Raises:
-        UsageError: A file is missing, not a regular file, larger than 64 MiB, or not UTF-8.
+        UsageError: See :func:`moechat.chat.text_files.read_named`.
+        OfflineError: As there.
     """
-    paths = [path_of(name) for name in names]
-    return [(one_line(path.name), read_text(path)) for path in paths]
+    return [read_named(name) for name in names]
 
 
 def _read_stdin(*, quiet: bool) -> str:

@@ -70,7 +70,8 @@ class RunOptions(PlaceOptions):
         list[str] | None,
         option(
             "FILE",
-            "Send a text file with the prompt, or with the first message of a chat. May be repeated.",
+            "Send a text file, or what stands at a URL, with the prompt or a chat's first message. May be "
+            "repeated.",
             None,
             "--file",
             "-f",
