@@ -254,6 +254,11 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
+def test_fields_of_chats_without_effect_are_accepted(client: httpx.Client) -> None:
+    body = {"messages": STORY, "max_tokens": 2, "verbosity": "low", "store": True, "service_tier": "auto"}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from serve_support import PATIENCE_S, ServerProcess, serving
@@ -234,3 +235,39 @@ def test_a_response_streams_to_the_whole_one(api: openai.OpenAI, demo: ServerPro
     assert events[0].type == "response.created"
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == whole.output_text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),
+        ({"include": "all"}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": 5}, "truncation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ],
+)
+def test_a_field_of_responses_that_is_not_possible_is_refused(
+    client: httpx.Client, change: dict[str, Any], named: str
+) -> None:
+    body = {"model": "demo", "input": "x", "max_output_tokens": 2, **change}
+    response = client.post("/v1/responses", json=body)
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]["message"]
+
+
+def test_fields_of_responses_without_effect_are_accepted(client: httpx.Client) -> None:
+    body = {
+        "model": "demo",
+        "input": "x",
+        "max_output_tokens": 2,
+        "top_logprobs": 0,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "text": {"verbosity": "low"},
+        "store": True,
+    }
+    response = client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["store"] is False
