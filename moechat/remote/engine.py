@@ -32,7 +32,7 @@ class RemoteStats:
         ttft_s: Seconds to the first piece.
         tpot_s: Mean seconds for each token after the first.
         busy_s: Seconds from request to end.
-        seed: That was sent.
+        seed: That was sent; ``None``: none was.
     """
 
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class RemoteStats:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     busy_s: float = 0.0
-    seed: int = 0
+    seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -251,7 +251,7 @@ class RemoteEngine:
     ) -> Iterator[Step]:
         started = time.perf_counter()
         running = _Running()
-        self.stats = RemoteStats(seed=int(body.get("seed") or 0))
+        self.stats = RemoteStats(seed=None if body.get("seed") is None else int(body["seed"]))
         if progress is not None:
             progress(0, 1)
         events = self.client.stream(path, body)

@@ -113,7 +113,7 @@ def _ends(source: Source, calls: JsonCalls, *, complete: bool) -> Reading[bool]:
         begin = source.at
         closed = source.exhausted or (calls.closers and (yield from source.take(*calls.closers)))
         source.at = begin
-        if closed:
+        if closed or source.ends_within(calls.closers):
             return True
     raise MalformedError
 

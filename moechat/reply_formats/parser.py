@@ -24,7 +24,7 @@ class ReplyParser:
     - A call that is malformed stays text, as the model wrote it; the calls behind it are read. If that turns
       out after its ``CallBegin``, there is a ``CallBroken`` instead of a ``CallEnd``.
     - A call whose arguments are certainly complete at the end of the reply is complete, even without its last
-      mark: behind JSON it is not needed, behind tags it is.
+      mark: behind JSON it is not needed, behind tags it is. A part of the mark there is dropped.
     - A name that none of the tools has is still a call: the client decides. The exception are calls without
       any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
     - A call within a thought ends the thought: models forget the mark that does.
@@ -211,6 +211,8 @@ class ReplyParser:
                 self._pending, self._thinks = "", True
             return
         if self._follows:
+            if self._cuts_closer(piece):
+                return
             piece = piece.lstrip(SPACE)
         body = piece.rstrip(SPACE)
         if body:
@@ -219,6 +221,17 @@ class ReplyParser:
             self._pending = piece[len(body) :]
         elif not self._follows:
             self._pending += piece
+
+    def _cuts_closer(self, piece: str) -> bool:
+        """Whether the text, behind a call and at the end of the reply, is a part of the mark behind it."""
+        source, mark = self._source, piece.strip(SPACE)
+        if self._calls is None or self._follows != "call" or not source.ended:
+            return False
+        begin = source.at
+        source.at += piece.find(mark)
+        cut = source.ends_within(self._calls.closers)
+        source.at = begin
+        return cut
 
     def _message_text(self, text: str, thought: bool) -> None:
         self._events.append(Text(text, thought))

@@ -90,6 +90,13 @@ class Source:
         """Whether all text has been read and no more comes."""
         return self.ended and self.at >= len(self._text)
 
+    def ends_within(self, options: Iterable[str]) -> bool:
+        """Whether the reply ends at the position, behind a first part of one of the options."""
+        rest = self._text[self.at :]
+        return self.ended and any(
+            option.startswith(rest) for option in options if 0 < len(rest) < len(option)
+        )
+
     def more(self) -> Reading[bool]:
         """Wait for more text; ``False`` if there is none."""
         length = len(self._text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ _REFUSED = {
     "mcp_servers": "the server connects to no others",
     "context_management": "send the messages that count",
 }
+_REFUSED_OUTPUT = {"task_budget": "max_tokens limits an answer"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class MessageRequest:
             choice,
             named,
             parallel,
-            template_options=_thinking(fields),
+            _schema(fields),
+            _thinking(fields),
         )
         return cls(conversation, fields.flag("stream"))
 
@@ -205,3 +207,23 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     wanted = fields.inner("thinking")
     kind = None if wanted is None else wanted.choice("type", ("enabled", "disabled", "adaptive"))
     return {} if kind is None else {"enable_thinking": kind != "disabled"}
+
+
+def _schema(fields: Fields) -> Mapping[str, Any] | None:
+    """The schema of ``output_config.format``, or of the older ``output_format``; ``None`` for text."""
+    config = fields.inner("output_config")
+    if config is not None:
+        config.refuse(_REFUSED_OUTPUT)
+    newer = None if config is None else config.inner("format")
+    older = fields.inner("output_format")
+    if newer is not None and older is not None:
+        raise fields.error("output_format", "output_format and output_config.format exclude each other")
+    wanted, place = (older, "output_format") if newer is None else (newer, "output_config.format")
+    if wanted is None:
+        return None
+    if wanted.choice("type", ("json_schema",)) is None:
+        raise wanted.error("type", f"{place}.type is missing")
+    schema = wanted.inner("schema")
+    if schema is None:
+        raise wanted.error("schema", f"{place}.schema is missing")
+    return schema.values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +100,13 @@ class OfferedModels:
             if name in names:
                 return name
             if name in _ANY:
-                raise ModelNotFoundError("the request names no model", hint=f"there are {', '.join(names)}")
-        raise ModelNotFoundError(
-            f"there is no model {one_line(name, 80)} here", hint=f"there are {', '.join(self.names())}"
-        )
+                fact = (
+                    f"{name} is the model of moechat serve MODEL, and this server was started without MODEL"
+                    if name
+                    else "the request names no model"
+                )
+                raise ModelNotFoundError(fact, hint=_listed(names))
+        raise ModelNotFoundError(f"there is no model {one_line(name, 80)} here", hint=_listed(self.names()))
 
     def load(self, name: str, progress: Callable[[str, float], None]) -> Engine:
         """Load a model; see :class:`moechat.serve.worker.Loader`."""
@@ -124,3 +127,7 @@ class OfferedModels:
     def note_ready(self, engine: Engine) -> None:
         """Tell that requests for a model are answered."""
         self._ready(engine)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"there is only {names[0]}" if len(names) == 1 else f"there are {', '.join(names)}"

@@ -17,6 +17,7 @@ from moechat.serve.identifiers import FINGERPRINT, new_id
 from moechat.serve.replies import Piece, Reply, Waiting
 from moechat.serve.sampling_fields import max_tokens, sampling_options
 from moechat.steps import MOST_LOGPROBS
+from moechat.validation import shown
 
 # Known to clients, and impossible here.
 _REFUSED = {
@@ -248,9 +249,9 @@ def require_one(fields: Fields) -> None:
     Raises:
         ApiError: ``n`` is not 1.
     """
-    count = fields.whole("n", 1, 1 << 20)
-    if count not in (None, 1):
-        raise fields.error("n", f"n is {count}; only 1 is supported", code="unsupported_parameter")
+    count = fields.values.get("n")
+    if isinstance(count, bool) or count not in (None, 1):
+        raise fields.error("n", f"n is {shown(count)}; only 1 is supported", code="unsupported_parameter")
 
 
 def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:

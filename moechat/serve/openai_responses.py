@@ -19,13 +19,18 @@ from moechat.serve.replies import Reply, Waiting
 from moechat.serve.responses_input import chat_messages, chat_tools
 from moechat.serve.sampling_fields import max_tokens, sampling_options
 
+_NO_LOGPROBS = "probabilities of tokens are given by /v1/chat/completions"
 _REFUSED = {
     "previous_response_id": "answers are not stored; send the whole conversation as input",
     "conversation": "conversations are not stored; send the whole conversation as input",
     "background": "answers are not stored",
     "prompt": "prompts are not stored",
     "max_tool_calls": "the server calls no tools",
+    "context_management": "send the input that counts",
+    "top_logprobs": _NO_LOGPROBS,
 }
+_LOGPROBS = "message.output_text.logprobs"
+_UNSUPPORTED = "unsupported_parameter"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class ResponseRequest:
             ApiError, UsageError: A field is missing or wrong.
         """
         fields.refuse(_REFUSED)
+        _refuse_values(fields)
         options = sampling_options(fields)
         options["max_new_tokens"] = max_tokens(fields, "max_output_tokens")
         tools = validated_tools(chat_tools(fields))
@@ -219,6 +225,16 @@ def _part(block: Block) -> dict[str, Any]:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _refuse_values(fields: Fields) -> None:
+    """Refuse what cannot be done of fields that have other values too."""
+    if _LOGPROBS in (fields.items("include") or []):
+        message = f"include of {_LOGPROBS} is not supported: {_NO_LOGPROBS}"
+        raise fields.error("include", message, code=_UNSUPPORTED)
+    if fields.choice("truncation", ("auto", "disabled")) == "auto":
+        reason = "input that is too long is refused; leave out what does not count"
+        raise fields.error("truncation", f"truncation auto is not supported: {reason}", code=_UNSUPPORTED)
 
 
 def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:

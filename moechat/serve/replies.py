@@ -7,8 +7,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from moechat.engine import FinishReason, Stats, Step
+from moechat.reply_formats import (
+    CallBroken,
+    CallEnd,
+    ReplyFormat,
+    ReplyParser,
+    Text,
+    Tool,
+    WholeReply,
+    whole_reply,
+)
 from moechat.reply_formats import Event as ReplyEvent
-from moechat.reply_formats import ReplyFormat, ReplyParser, Text, Tool, WholeReply, whole_reply
 from moechat.reply_formats.thinking import opens_thought
 from moechat.serve.jobs import Begun, Drawn, Failed, Job, Prefilled
 
@@ -113,13 +122,25 @@ class Reply:
             events = self.parser.special(self.begun.token_text(step.token_id))
         if drawn.stats is not None:
             if self.parser is not None:
-                events += self.parser.end()
+                last = self.parser.end()
+                events += _cut(last) if step.finish_reason == "length" else last
             self.finish_reason, self.stop, self.stats = step.finish_reason, step.stop, drawn.stats
         self._seen += events
         if events:
             self.in_thought = any(isinstance(event, Text) and event.thought for event in events)
         self.thought_tokens += self.in_thought
         return Piece(tuple(events), step)
+
+
+def _cut(events: list[ReplyEvent]) -> list[ReplyEvent]:
+    """The last events of a reply that the limit has cut: a call that began ends there.
+
+    A stream has sent its beginning and cannot take it back, so it is not told again as text.
+    """
+    for place, event in enumerate(events):
+        if isinstance(event, CallBroken):
+            return [*events[:place], CallEnd(event.index)]
+    return events
 
 
 def reply_of(job: Job, begun: Begun, format: ReplyFormat, tools: Sequence[Tool]) -> Reply:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_server import serving_with
 
+from moechat.cli.terminal.answer_stats import rows
 from moechat.errors import MoechatError, NotAllowedError, OfflineError, PromptTooLongError, UsageError
 from moechat.remote import client
 from moechat.remote.client import RemoteClient, RemoteError
@@ -100,6 +101,24 @@ def test_the_forms_of_other_servers_are_understood() -> None:
         assert "".join(step.text for step in steps) == "<think>hm</think>a"
         assert (steps[-1].finish_reason, steps[-1].stop) == ("stop", "END")
         assert engine.stats.prompt_tokens == 7
+
+
+def test_the_seed_of_an_answer_is_the_one_that_was_sent() -> None:
+    def reply(server: Any, count: int) -> None:
+        message = {"choices": [{"message": {"content": "b"}, "finish_reason": "stop"}]}
+        server.reply(200, json.dumps(message).encode())
+
+    with answering(reply) as url:
+        engine = RemoteEngine(url)
+        for seed in (None, 0, 5):
+            list(engine.generate([{"role": "user", "content": "x"}], seed=seed))
+            assert engine.stats.to_json()["seed"] == seed
+            assert [value for key, value in rows(engine.stats.to_json()) if key == "seed"] == (
+                [] if seed is None else [seed]
+            )
+
+
+def test_a_server_that_cannot_stream_is_understood() -> None:
 
     def whole(server: Any, count: int) -> None:  # a server that cannot stream
         message = {"role": "assistant", "content": "b"}

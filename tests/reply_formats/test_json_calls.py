@@ -109,6 +109,20 @@ def test_a_call_without_its_last_mark_is_complete_at_the_end_of_the_reply() -> N
         assert whole_reply(parse(HERMES, text[: len(text) - left_out])).calls, left_out
 
 
+@pytest.mark.parametrize("brace", ["}", ""])
+@pytest.mark.parametrize("length", range(1, len("</tool_call>") + 1))
+def test_a_part_of_the_last_mark_is_no_text(brace: str, length: int) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}{brace}\n' + "</tool_call>"[:length]
+    reply = whole_reply(same_however_divided(HERMES, text))
+    assert (reply.calls, reply.text) == ((Call("now", "{}"),), "")
+
+
+def test_only_a_part_of_the_last_mark_at_the_end_is_dropped() -> None:
+    for text in (" see </tool", "</tool was it", "</tools", "<b"):
+        assert whole_reply(same_however_divided(HERMES, call("{}", "now") + text)).text == text.lstrip()
+    assert whole_reply(parse(HERMES, "see </tool")).text == "see </tool"
+
+
 @pytest.mark.parametrize(
     "inside",
     [

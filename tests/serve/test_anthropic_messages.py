@@ -22,6 +22,8 @@ TOOL: Any = {
     },
 }
 
+FORMAT: Any = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
+
 
 def client_of(server: ServerProcess) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", timeout=PATIENCE_S, max_retries=0)
@@ -80,6 +82,25 @@ def test_a_stop_sequence_is_named(api: anthropic.Anthropic) -> None:
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " fox")
 
 
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"format": FORMAT, "effort": "low"}}, {"output_format": FORMAT}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_follows_the_schema_of_its_format(
+    client: httpx.Client, fields: dict[str, Any], stream: bool
+) -> None:
+    body = {"model": "demo", "messages": STORY, "max_tokens": 60, "stream": stream, **fields}
+    response = client.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    if stream:
+        events = [data for _, data in sse_events(iter(response.text.splitlines()))]
+        text = "".join(data["delta"]["text"] for data in events if data["type"] == "content_block_delta")
+    else:
+        (block,) = response.json()["content"]
+        text = block["text"]
+    assert json.loads(text) in ("yes", "no")
+
+
 def test_blocks_of_text_are_taken(api: anthropic.Anthropic) -> None:
     messages: Any = [
         {
@@ -113,6 +134,12 @@ def test_tokens_are_counted(api: anthropic.Anthropic) -> None:
         ({"thinking": {"type": "much"}}, "thinking"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format"),
     ],
 )
 def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], named: str) -> None:

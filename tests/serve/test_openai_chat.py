@@ -249,8 +249,23 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], na
     assert named in error["message"]
 
 
+@pytest.mark.parametrize("n", [0, 2, -1, True, "1"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_another_number_of_answers_than_one_is_refused(client: httpx.Client, n: Any, path: str) -> None:
+    response = client.post(path, json={"messages": STORY, "prompt": "x", "max_tokens": 2, "n": n})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "n")
+    assert "only 1 is supported" in error["message"]
+
+
 def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
     body = {"messages": STORY, "max_tokens": 2, "user": "me", "whatever": [1], "stop": None, "tools": None}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_fields_of_chats_without_effect_are_accepted(client: httpx.Client) -> None:
+    body = {"messages": STORY, "max_tokens": 2, "verbosity": "low", "store": True, "service_tier": "auto"}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
@@ -284,6 +299,7 @@ def test_an_unknown_model_is_not_found(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as failed:
         api.chat.completions.create(model="/etc/passwd", messages=STORY)  # type: ignore[arg-type]
     assert failed.value.code == "model_not_found"
+    assert "there is only demo" in str(failed.value)
 
 
 def test_a_wrong_method_is_refused(client: httpx.Client) -> None:

@@ -111,6 +111,36 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(tab: Browser, guarded
     tab.problems[:] = [problem for problem in tab.problems if "401" not in problem]
 
 
+def test_where_no_token_waits_no_time_is_told(tab: Browser, demo: ServerProcess) -> None:
+    opened(tab, demo)
+    state = (
+        "{model: {}, map: {counts: {memory: 1, missing: 1}}, more: {all_experts_bytes: 1024, exposed_ms: %s}}"
+    )
+    told = f"import('/page/figures.js').then(m => m.moreMemory({state}))"
+    all_fit = "With 1.0 KiB more, every expert would be in memory."
+    assert tab.run(told % "0.04") == all_fit
+    assert tab.run(told % "0.06").startswith(f"{all_fit} The plan expects each token to wait 0.1 ms")
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_on_a_phone_the_machine_at_work_opens_into_view(
+    tab: Browser, demo: ServerProcess, motion: str
+) -> None:
+    tab.open(f"{demo.url}/", width=390, height=844)
+    tab.until("document.querySelector('#model')?.options.length")
+    tab.until("!document.querySelector('#map-part').hidden")
+    feature = {"name": "prefers-reduced-motion", "value": motion}
+    tab.call("Emulation.setEmulatedMedia", features=[feature])
+    tab.run("Element.prototype.real = Element.prototype.scrollIntoView")
+    tab.run(
+        "Element.prototype.scrollIntoView = function (how) { window.how = how.behavior; this.real(how); }; 1"
+    )
+    tab.run("document.querySelector('#machine-fold summary').click()")
+    tab.until("document.querySelector('#map').getBoundingClientRect().top < innerHeight / 2")
+    assert tab.run("document.querySelector('#machine-fold summary').getBoundingClientRect().top") >= -1
+    assert tab.run("window.how") == {"no-preference": "smooth", "reduce": "instant"}[motion]
+
+
 @pytest.mark.parametrize("width", [360, 768, 1024, 1920])
 def test_nothing_is_wider_than_the_window(tab: Browser, demo: ServerProcess, width: int) -> None:
     opened(tab, demo, width)

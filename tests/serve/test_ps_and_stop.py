@@ -9,8 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 from serve_support import PATIENCE_S
+
+from moechat.cli.commands.servers import shown_model
 
 
 def start(home: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -57,6 +61,7 @@ def test_servers_are_listed_and_ended(tmp_path: Path) -> None:
         plain = call(tmp_path, "ps").stdout
         assert str(rows[0]["url"]) in plain
         assert "no model loaded" in plain
+        assert "0 being answered, 0 waiting" in plain
         several = call(tmp_path, "stop")
         assert several.returncode == 2
         assert str(first.pid) in several.stderr
@@ -71,6 +76,33 @@ def test_servers_are_listed_and_ended(tmp_path: Path) -> None:
     finally:
         first.kill()
         second.kill()
+
+
+def test_a_model_that_was_unloaded_is_not_shown_as_loaded(tmp_path: Path) -> None:
+    server = start(tmp_path, "demo", "--keep-alive", "0.02")
+    try:
+        for wanted in ("demo", None):
+            ends = time.monotonic() + PATIENCE_S
+            while listed(tmp_path)[0]["loaded"] != wanted:
+                assert time.monotonic() < ends
+        assert "  demo (not loaded)  " in call(tmp_path, "ps").stdout
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    ("named", "told", "shown"),
+    [
+        ("demo", {}, "demo"),
+        ("", {}, "no model loaded"),
+        ("", {"model": "a", "loading": None}, "a"),
+        ("demo", {"model": None, "loading": None}, "demo (not loaded)"),
+        ("", {"model": None, "loading": {"model": "a"}}, "a (is being loaded)"),
+    ],
+)
+def test_the_model_of_a_server_is_shown_with_its_state(named: str, told: dict[str, Any], shown: str) -> None:
+    assert shown_model(named, told) == shown
 
 
 def test_a_server_that_was_killed_is_forgotten_and_no_other_process_is_ended(tmp_path: Path) -> None:

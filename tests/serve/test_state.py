@@ -139,6 +139,11 @@ def test_a_model_in_pages_has_link_hits_and_places(tmp_path: Path) -> None:
 def test_the_state_of_a_server_without_a_loaded_model(tmp_path: Path) -> None:
     with serving(tmp_path, "--keep-alive", "0.01", ready=False) as server, server.client() as client:
         server.wait_ready()
+        for name, told in (("default", "started without MODEL"), ("", "names no model")):
+            body = {"model": name, "messages": LONG["messages"]}
+            refused = client.post("/v1/chat/completions", json=body)
+            assert refused.status_code == 404
+            assert told in refused.json()["error"]["message"]
         state = client.get("/moechat/state").json()
         assert state["model"] is state["map"] is state["memory"] is state["link"] is None
         with client.stream("GET", STREAM) as response:

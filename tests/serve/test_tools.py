@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, serving
+from serve_support import PATIENCE_S, ServerProcess, serving, sse_events
 from tiny import write_tiny_chat_model
 
 QUESTION: Any = [{"role": "user", "content": "What will the weather be?"}]
@@ -185,6 +186,39 @@ def test_the_demo_calls_a_tool_and_answers_from_its_result(demo: ServerProcess) 
         assert word in (answer.message.content or "")
 
 
+@pytest.mark.parametrize("limit", [20, 34, 40, 44, 47, 50])
+def test_a_call_that_the_limit_cuts_is_the_same_in_a_stream_and_told_once(
+    client: httpx.Client, limit: int
+) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": city}}],
+        "temperature": 0,
+        "max_tokens": limit,
+    }
+    whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
+    events = [data for _, data in sse_events(iter(streamed.splitlines()))]
+    assert events.pop() == "[DONE]"
+    deltas = [event["choices"][0]["delta"] for event in events]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    functions = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    arguments = "".join(function["arguments"] for function in functions)
+    calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+    assert (text, arguments) == (
+        whole["message"]["content"] or "",
+        "".join(one["arguments"] for one in calls),
+    )
+    assert [one["name"] for one in calls] == [one["name"] for one in functions if "name" in one]
+    assert whole["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == "length"
+    assert bool(text) == (not calls)
+    assert len(calls) == (limit > 20)
+    if limit >= 44:
+        assert json.loads(arguments) == {"city": "Paris"}
+
+
 def test_responses_have_calls_and_take_their_results(api: openai.OpenAI, options: dict[str, Any]) -> None:
     tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
     model = options["model"]
@@ -234,3 +268,39 @@ def test_a_response_streams_to_the_whole_one(api: openai.OpenAI, demo: ServerPro
     assert events[0].type == "response.created"
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == whole.output_text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),
+        ({"include": "all"}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": 5}, "truncation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ],
+)
+def test_a_field_of_responses_that_is_not_possible_is_refused(
+    client: httpx.Client, change: dict[str, Any], named: str
+) -> None:
+    body = {"model": "demo", "input": "x", "max_output_tokens": 2, **change}
+    response = client.post("/v1/responses", json=body)
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]["message"]
+
+
+def test_fields_of_responses_without_effect_are_accepted(client: httpx.Client) -> None:
+    body = {
+        "model": "demo",
+        "input": "x",
+        "max_output_tokens": 2,
+        "top_logprobs": 0,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "text": {"verbosity": "low"},
+        "store": True,
+    }
+    response = client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["store"] is False

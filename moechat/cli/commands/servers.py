@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -61,9 +62,10 @@ def show_servers(*, as_json: bool) -> int:
     from moechat.cli.terminal.consoles import print_notice, write_json_line, write_output
     from moechat.serve.registry import running_servers
 
-    rows = []
+    rows, shown = [], []
     for server in running_servers():
         told = _health(server.url)
+        shown.append(shown_model(server.model, told))
         rows.append(
             {
                 "pid": server.pid,
@@ -81,9 +83,10 @@ def show_servers(*, as_json: bool) -> int:
     if not rows:
         print_notice("no server runs; moechat serve starts one")
         return 0
-    for row in rows:
-        model = row["loaded"] or row["model"] or "no model loaded"
-        busy = "" if row["answers"] is None else f"{row['answers']} answered, {row['waiting']} waiting"
+    for row, model in zip(rows, shown, strict=True):
+        busy = ""
+        if row["answers"] is not None:
+            busy = f"{row['answers']} being answered, {row['waiting']} waiting"
         write_output(sys.stdout, f"{row['pid']:<8} {row['url']}  {model}  {busy}\n")
     return 0
 
@@ -126,6 +129,23 @@ def stop_servers(pid: int | None, *, every: bool, quiet: bool) -> int:
         if not quiet:
             print_notice(f"{server.url} has ended")
     return 0
+
+
+def shown_model(named: str, told: Mapping[str, Any]) -> str:
+    """The model of a server, for people.
+
+    Args:
+        named: The one that was named at the start; empty: none.
+        told: What the server tells of itself; empty if it does not answer.
+    """
+    if told.get("model"):
+        return str(told["model"])
+    loading = told.get("loading")
+    if isinstance(loading, dict) and loading.get("model"):
+        return f"{loading['model']} (is being loaded)"
+    if not named:
+        return "no model loaded"
+    return f"{named} (not loaded)" if "model" in told else named
 
 
 def _health(url: str) -> dict[str, Any]:

@@ -141,6 +141,7 @@ def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
         and (pages or not key.startswith(_OF_PAGES))
         and (packed or not key.startswith("kv_"))
         and (value or key not in _IF_ANY)
+        and not (key == "seed" and value is None)
     ]
     return sorted(shown, key=lambda row: order.get(row[0], len(order)))
 

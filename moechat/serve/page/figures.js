@@ -82,10 +82,9 @@ export function moreMemory(state) {
   const missing = bytes(state.more.all_experts_bytes);
   const wait = state.more.exposed_ms;
   const time = wait >= 10 ? wait.toFixed(0) : wait.toFixed(1);
-  return (
-    `With ${missing} more, every expert would be in memory. The plan expects each token to wait ` +
-    `${time} ms for experts now, and none then.`
-  );
+  const all = `With ${missing} more, every expert would be in memory.`;
+  if (time === "0.0") return all;
+  return `${all} The plan expects each token to wait ${time} ms for experts now, and none then.`;
 }
 
 /** One cell of the map in words. */

@@ -24,6 +24,7 @@ export class Machine {
     this.#api = api;
     const fold = byId("machine-fold");
     fold.open = matchMedia(WIDE).matches;
+    fold.addEventListener("toggle", () => this.#reveal(fold));
     document.addEventListener("visibilitychange", () => this.#look());
     for (const input of document.querySelectorAll("input[name=view]")) {
       input.addEventListener("change", () => this.#show(input.value));
@@ -35,6 +36,13 @@ export class Machine {
   /** Follow from now on, while the page is visible. */
   start() {
     this.#look();
+  }
+
+  /** On a narrow screen the panel opens below the window. */
+  #reveal(fold) {
+    if (!fold.open || matchMedia(WIDE).matches) return;
+    const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    fold.scrollIntoView({ block: "start", behavior: still ? "instant" : "smooth" });
   }
 
   #look() {
