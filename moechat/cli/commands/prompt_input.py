@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from moechat.chat.text_files import path_of, read_text
+from moechat.chat.text_files import path_of, read_text, refuse_pictures
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 from moechat.safe_text import one_line
@@ -28,7 +28,7 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
         quiet: Print no notice while waiting for stdin.
 
     Raises:
-        UsageError: The prompt is blank, not UTF-8, or larger than 64 MiB.
+        UsageError: The prompt is blank, a picture, not UTF-8, or larger than 64 MiB.
     """
     piped = not sys.stdin.isatty()
     if argument is None and not piped:
@@ -48,7 +48,7 @@ def read_files(names: Iterable[str]) -> list[tuple[str, str]]:
         names: Their paths.
 
     Raises:
-        UsageError: A file is missing, not a regular file, larger than 64 MiB, or not UTF-8.
+        UsageError: A file is missing, not a regular file, larger than 64 MiB, a picture, or not UTF-8.
     """
     paths = [path_of(name) for name in names]
     return [(one_line(path.name), read_text(path)) for path in paths]
@@ -61,9 +61,12 @@ def _read_stdin(*, quiet: bool) -> str:
     data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"stdin holds more than {_MAX_BYTES >> 20} MiB, more than any context window")
+    if b"\0" in data:
+        refuse_pictures(data, "stdin")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        refuse_pictures(data, "stdin")
         raise UsageError(
             f"stdin is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
             hint="convert it first, for example with iconv",
