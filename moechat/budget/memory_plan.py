@@ -12,7 +12,7 @@ must fit the budget by itself, and takes nothing from the pages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moechat.errors import DoesNotFitError
@@ -49,25 +49,33 @@ class BudgetLabels:
         given: The budget that the user gave.
         found: The budget that was found.
         retry: Hint where no budget was given; ``{least}`` stands for the smallest one that works.
+        larger: Hint where the memory has less than that in all.
     """
 
     flag: str
     given: str
     found: str
     retry: str
+    larger: str
+
+    def elsewhere(self) -> BudgetLabels:
+        """The same for another machine, which runs no programs that could be ended."""
+        return replace(self, retry=f"insist on {{least}} with {self.flag}")
 
 
 RAM_LABELS = BudgetLabels(
     "--ram (ram=)",
     "the memory budget",
     "the memory that is available",
-    "end other programs, or insist on {least} with --ram (ram=),",
+    "end other programs, or insist on {least} with --ram (ram=)",
+    "name a machine with more memory with --gpu (profile=)",
 )
 VRAM_LABELS = BudgetLabels(
     "--vram (vram=)",
     "the budget of graphics memory",
     "the graphics memory that is free",
-    "end other programs, or insist on {least} with --vram (vram=),",
+    "end other programs, or insist on {least} with --vram (vram=)",
+    "name a GPU with more memory with --gpu (profile=)",
 )
 
 
@@ -284,17 +292,17 @@ def _refusal(
         parts, when = loading, "while the weights are loaded"
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
     if capacity is not None and least > capacity:
-        hints = ["name a GPU with more memory with --gpu (profile=)"]
+        hint, link = labels.larger, " or"
     elif given:
-        hints = [f"give at least {least // MEBI}M with {labels.flag}"]
+        hint, link = f"give at least {least // MEBI}M with {labels.flag}", " or"
     else:
-        hints = [labels.retry.format(least=f"{least // MEBI}M")]
+        hint, link = labels.retry.format(least=f"{least // MEBI}M"), ", or"
     if context > _CONTEXT_STEP and not loading_is_most:
-        hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
+        hint += f"{link} a context shorter than {context} tokens with --ctx (ctx=)"
     return DoesNotFitError(
         f"{labels.given if given else labels.found} is {budget // MEBI} MiB; the least that works is "
         f"{least // MEBI} MiB: {listed} (all in MiB, {when})",
-        hint=" ".join(hints),
+        hint=hint,
         least_bytes=least,
     )
 

@@ -28,6 +28,10 @@ _HINTS = {
 }
 
 
+# First bytes of files that are often given in place of text.
+_PICTURES = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
+
+
 class Stamp(NamedTuple):
     """Identity of a file's content: detects that the file was changed or replaced.
 
@@ -60,7 +64,7 @@ def read_text(path: Path) -> str:
     """Read a text file.
 
     Raises:
-        UsageError: It is missing, not a regular file, larger than 64 MiB, or not UTF-8.
+        UsageError: It is missing, not a regular file, larger than 64 MiB, a picture, or not UTF-8.
     """
     shown = one_line(str(path))
     try:
@@ -73,10 +77,12 @@ def read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise UsageError(f"{shown} cannot be read: {_reason(error)}") from None
     if b"\0" in data:
+        refuse_pictures(data, shown)
         raise UsageError(f"{shown} is not text: it holds a zero byte at offset {data.index(0)}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        refuse_pictures(data, shown)
         raise UsageError(
             f"{shown} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
             hint="convert it first, for example with iconv",
@@ -97,6 +103,31 @@ def read_named(name: str) -> tuple[str, str]:
         return read_address(name)
     path = path_of(name)
     return one_line(path.name), read_text(path)
+
+
+def refuse_pictures(data: bytes, shown: str) -> None:
+    """Refuse a picture or a PDF file, which its first bytes tell.
+
+    Args:
+        data: What is not text: a text may begin with the same letters.
+        shown: Name of its source.
+
+    Raises:
+        UsageError: It is one.
+    """
+    kind = next((name for mark, name in _PICTURES.items() if data.startswith(mark)), "")
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        kind = "WebP"
+    if kind:
+        raise UsageError(
+            f"{shown} is a picture ({kind}); models read text only here",
+            hint="give a text file, or describe the picture in the prompt",
+        )
+    if data.startswith(b"%PDF-"):
+        raise UsageError(
+            f"{shown} is a PDF file; models read text only here",
+            hint="extract its text first, for example with pdftotext",
+        )
 
 
 def write_text(path: Path, text: str, *, replaceable: Container[Stamp] = ()) -> Stamp:

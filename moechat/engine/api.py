@@ -118,7 +118,8 @@ def load(
     ref = resolve(name, bits=parsed.bits)
     if parsed.gpu is not None and offload.accelerator is None:
         require_gpu(parsed.gpu)  # before a conversion that may take long
-    store = open_store(ref, parsed.bits, report)
+    # What tests give replaces a part of the budget.
+    store = open_store(ref, parsed.bits, report, parsed if offload == OffloadOptions() else None)
     with failures_explained(store.path):
         engine = Engine(
             load_model(store, parsed, offload=offload, report=report),

@@ -29,6 +29,7 @@ from moechat.store.gguf_file import (
     entries,
     kept_encoding,
     require_decodable,
+    unkept_type,
 )
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
 from moechat.store.gguf_tables import Tables, read_tables, table_ranges
@@ -132,6 +133,10 @@ class GgufShard(Shard):
         """See :class:`moechat.store.tensors.EncodedFile`."""
         source = self._sources[name]
         return kept_encoding(source, self._header.tensors[source.tensor])
+
+    def unkept_type(self, name: str) -> str:
+        """See :class:`moechat.store.tensors.PackedFile`; known without the file."""
+        return unkept_type(self._header.tensors[self._sources[name].tensor])
 
     def columns(self, name: str) -> tuple[int, int, int] | None:
         """See :class:`moechat.store.tensors.EncodedFile`."""

@@ -12,10 +12,12 @@ from moechat.errors import StoreDamagedError, StoreFormatError, UsageError
 from moechat.geometry import DEFAULT_BITS, KEEP
 from moechat.hub.library import record_use
 from moechat.hub.model_ref import ModelRef
+from moechat.loading.budget_check import refuse_small_budget
 from moechat.loading.model import Progress, Report
 from moechat.models.assets import require_assets
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
+from moechat.options import LoadOptions
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.kept import choose_bits, may_be_kept
@@ -29,7 +31,7 @@ _NOT_KEPT = "not_kept"
 _TRIES = 3  # attempts to open a store that other processes replace meanwhile
 
 
-def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+def open_store(ref: ModelRef, bits: int | None, report: Report, options: LoadOptions | None = None) -> Store:
     """Open and verify the store of a model; a checkpoint is converted first, if it was not before.
 
     Args:
@@ -37,12 +39,14 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
         bits: Bits of an expert weight that the user wants; ``None``: those of a finished store, else see
             :func:`moechat.store.kept.choose_bits`.
         report: Receives progress.
+        options: With a budget for loading that is checked before a conversion; ``None``: nothing is.
 
     Raises:
+        DoesNotFitError: A conversion would be in vain: the budget is too small.
         MoechatError: See :mod:`moechat.errors`.
     """
     for _ in range(_TRIES):
-        store = _find_store(ref, bits, report)
+        store = _find_store(ref, bits, report, options)
         store.hold()
         store.ensure_verified(
             user_paths().state,
@@ -122,7 +126,7 @@ def _replaced(store: Store) -> StoreDamagedError:
     )
 
 
-def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+def _find_store(ref: ModelRef, bits: int | None, report: Report, options: LoadOptions | None) -> Store:
     if ref.store is not None:
         store = Store.open(ref.store)
         if bits is not None and bits != store.geometry.wanted:
@@ -139,11 +143,11 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
         if found is not None:
             return found
         with opened_gguf(ref.checkpoint) as opened:
-            return _converted(opened, ref, bits, report)
+            return _converted(opened, ref, bits, report, options)
     checkpoint = Checkpoint.open(ref.checkpoint)
     encoded = may_be_kept(checkpoint)
     found = _current(ref, bits, checkpoint.fingerprint(), encoded=encoded)
-    return found or _converted(checkpoint, ref, bits, report)
+    return found or _converted(checkpoint, ref, bits, report, options)
 
 
 def _current(ref: ModelRef, bits: int | None, fingerprint: str, *, encoded: bool) -> Store | None:
@@ -166,10 +170,14 @@ def _current(ref: ModelRef, bits: int | None, fingerprint: str, *, encoded: bool
     return None
 
 
-def _converted(checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report) -> Store:
+def _converted(
+    checkpoint: Checkpoint, ref: ModelRef, wanted: int | None, report: Report, options: LoadOptions | None
+) -> Store:
     plan = plan_checkpoint(checkpoint)
     require_assets(checkpoint.path)
     bits, lost = choose_bits(wanted, plan)
+    if options is not None:
+        refuse_small_budget(checkpoint, plan.geometry(bits), options)
     destination = ref.library_path(user_paths().models, bits)
     if lost:
         report(Progress("notice", 0, None, lost))

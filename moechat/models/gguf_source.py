@@ -30,6 +30,8 @@ from moechat.store.tensors import TensorSet
 
 # Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
 VERSION = 4
+# Files that are written from a file's metadata, which is what the user can change.
+_MADE_OF = {"config.json": "the metadata", "generation_config.json": "the metadata"}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -80,7 +82,10 @@ def opened_gguf(path: Path) -> Iterator[GgufCheckpoint]:
     model = describe_gguf(joined_header([file.header for file in opened], title), title, tables)
     for file in opened:
         require_decodable(file.header, str(file.path))
-    with tempfile.TemporaryDirectory(prefix="moechat-") as temporary, called(Path(temporary), title):
+    with (
+        tempfile.TemporaryDirectory(prefix="moechat-") as temporary,
+        called(Path(temporary), title, _MADE_OF),
+    ):
         directory = Path(temporary)
         write_side_files(directory, files[0], model)
         views = {file.path.name: GgufView(file, sources_in(file.header, model.sources)) for file in opened}

@@ -30,6 +30,7 @@ from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
 from moechat.models.mamba_scan import carry_scan_states
+from moechat.models.refused_families import REASONS
 from moechat.store.checkpoint_files import CONFIG_FILE, config_bytes, config_of
 from moechat.store.config_limits import decoded_floats, require_sane_config
 from moechat.store.quantised.schemes import require_readable
@@ -40,6 +41,8 @@ EXPERTS_RUNNER = "_moechat_layer"
 _COMPARE = (
     "compare config.json with that of the model's repository; `moechat help models` lists the models that run"
 )
+_OTHERS = "`moechat help models` lists the models that run"
+_MOST_TOLD = 160  # characters of an error of transformers
 # In transformers: the decoder in a model that also takes pictures or sound.
 _TEXT_PART = "language_model"
 
@@ -196,7 +199,7 @@ def config_from(values: dict[str, Any], directory: Path) -> Any:
             # A checkpoint must not choose the attention function, whose name could refer to downloaded code.
             part._attn_implementation = None
     except Exception as error:  # transformers raises many types for malformed values
-        reason = f"its config.json is not understood: {_summary(error)}"
+        reason = f"its config.json is not understood{_told(error)}"
         if "trust_remote_code" in str(error):
             reason = "it needs custom code, which moechat never runs"
         raise UnsupportedModelError(
@@ -247,13 +250,26 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
             cannot run its experts; the message gives the reason.
     """
     try:
+        return _built(config, dtype, experts_implementation)
+    except UnsupportedModelError as error:
+        reason = REASONS.get(config.model_type)
+        if reason is None:
+            raise
+        raise UnsupportedModelError(
+            f"models of type {config.model_type!r} do not run: {reason}", hint=_OTHERS
+        ) from error
+
+
+def _built(config: Any, dtype: torch.dtype, experts_implementation: str) -> Skeleton:
+    try:
         with light_meta(), torch.device("meta"):
             model = _class_for(config).from_config(
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )
     except Exception as error:  # depends on the family
         raise UnsupportedModelError(
-            f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}",
+            f"transformers cannot build a model of type {config.model_type!r} from this config.json"
+            f"{_told(error)}",
             hint=_COMPARE,
         ) from error
     _keep_text_part(model)
@@ -338,10 +354,10 @@ def _inputs_name(gated: bool) -> str:
     return "gate_up_proj" if gated else "up_proj"
 
 
-def _summary(error: Exception) -> str:
-    """Type and beginning of an error in one line."""
-    text = one_line(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def _told(error: Exception) -> str:
+    """What an error says, for the end of a sentence: its beginning after a colon, if it says anything."""
+    text = one_line(error, _MOST_TOLD)
+    return f": {text}" if text else ""
 
 
 def _no_experts(model: PreTrainedModel, model_type: str) -> UnsupportedModelError:

@@ -162,13 +162,14 @@ class Cases:
             DoesNotFitError: It is too small.
         """
         gpu = self.machine.gpu
+        labels = RAM_LABELS if gpu is None else VRAM_LABELS
         memory = plan_memory(
             self.needs,
             budget,
             given=given,
             ctx=ctx,
-            labels=RAM_LABELS if gpu is None else VRAM_LABELS,
-            capacity=None if gpu is None else int(gpu.vram.value),
+            labels=labels if self.machine.here else labels.elsewhere(),
+            capacity=self._capacity,
         )
         costs = self._costs(memory, ram_share, ahead=self.runs_ahead(memory))
         statistics = self.routing.statistics
@@ -178,6 +179,14 @@ class Cases:
         seconds = None if made.strategy is None else made.strategy.seconds_of_choice
         decode, exposed = self._decode(found, costs, made.settings_for(self.settings), seconds)
         return Case(memory, found, exposed, costs, decode, made.notes, made)
+
+    @property
+    def _capacity(self) -> int | None:
+        """Bytes that the memory that computes has in all, of a GPU or of another machine."""
+        gpu, profile = self.machine.gpu, self.machine.profile
+        if gpu is not None:
+            return int(gpu.vram.value)
+        return None if self.machine.here or profile is None else int(profile.ram.value)
 
     def _decode(
         self, found: Allocation, costs: Costs, settings: CacheSettings, simulated: float | None

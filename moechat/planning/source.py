@@ -208,14 +208,14 @@ def refusals_with_hint(name: str) -> Iterator[None]:
 
 def _with_shapes(error: ModelNotFoundError, text: str) -> ModelNotFoundError:
     """The same error, with the known shapes among the suggestions."""
-    known = [*names_here(user_paths()), *ALIASES, *shape_names()]
+    known = list(dict.fromkeys([*names_here(user_paths()), *ALIASES, *shape_names()]))
     close = difflib.get_close_matches(text.lower(), known, n=2, cutoff=0.6)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
         hint = (
             f"a plan needs no weights: name a directory with a config.json, such a file, "
-            f"or one of: {', '.join(dict.fromkeys(known))}"
+            f"or one of: {', '.join(known)}"
         )
     if "not in the library" in str(error):
         return ModelNotFoundError(

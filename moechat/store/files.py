@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -253,17 +253,21 @@ def format_bytes(count: int) -> str:
 
 
 @contextmanager
-def called(directory: Path, title: str) -> Iterator[None]:
+def called(directory: Path, title: str, parts: Mapping[str, str] | None = None) -> Iterator[None]:
     """Replace the path of a temporary directory in errors of the block, as it means nothing to the user.
 
     Args:
         directory: The temporary directory.
         title: Name of the model whose files it holds.
+        parts: By the name of a file that was made, what of the model it was made of.
     """
     path = re.compile(re.escape(str(directory)) + r"(?:/([\w.-]+))?")
     try:
         yield
     except MoechatError as error:
-        message = path.sub(lambda found: f"{found[1]} of {title}" if found[1] else title, str(error))
+        names = parts or {}
+        message = path.sub(
+            lambda found: f"{names.get(found[1], found[1])} of {title}" if found[1] else title, str(error)
+        )
         error.args = (message, *error.args[1:])
         raise

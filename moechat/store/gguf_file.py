@@ -160,6 +160,10 @@ class GgufView:
         source, _, tensor = self._of(name)
         return kept_encoding(source, tensor)
 
+    def unkept_type(self, name: str) -> str:
+        """See :class:`moechat.store.tensors.PackedFile`."""
+        return unkept_type(self._of(name)[2])
+
     def columns(self, name: str) -> tuple[int, int, int] | None:
         """See :class:`moechat.store.tensors.EncodedFile`."""
         return column_order(self._of(name)[0])
@@ -217,6 +221,14 @@ def kept_encoding(source: GgufSource, tensor: GgufTensor) -> str | None:
     """The encoding that a store can keep: rows and columns are the checkpoint's, in some order."""
     fits = column_order(source) is not None or all(change.by_rows for change in source.changes)
     return KEPT.get(tensor.kind) if fits and len(tensor.shape) > 1 else None
+
+
+def unkept_type(tensor: GgufTensor) -> str:
+    """The type of a packed tensor that no store can keep, for people; empty for any other."""
+    from gguf.constants import GGMLQuantizationType
+
+    other = tensor.kind not in KEPT and tensor.kind not in PLAIN
+    return GGMLQuantizationType(tensor.kind).name if other else ""
 
 
 def column_order(source: GgufSource) -> tuple[int, int, int] | None:

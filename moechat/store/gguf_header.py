@@ -101,7 +101,7 @@ def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> 
         The header; ``None`` if ``data`` is a first part that ends inside the header.
 
     Raises:
-        CheckpointError: It is not a GGUF file, or is damaged.
+        CheckpointError: It is not a GGUF file, is damaged, or has a tensor of an unknown type.
     """
     if kind := other_kind(bytes(data[:64])):
         raise CheckpointError(f"{where} is {kind}")
@@ -118,6 +118,12 @@ def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> 
         raise CheckpointError(
             f"{where} is damaged: it ends within its header, after {file_bytes} bytes",
             hint="download or copy the file again",
+        ) from None
+    except _UnknownTypeError as problem:
+        raise CheckpointError(
+            f"{where}: {problem}, which this version does not read",
+            hint="take a file of another type, such as Q4_K_M or Q8_0; if it should have a usual one, "
+            "download or copy the file again",
         ) from None
     except (_MalformedError, UnicodeDecodeError) as problem:
         raise CheckpointError(
@@ -163,6 +169,10 @@ class _EndedError(Exception):
 
 class _MalformedError(Exception):
     """The header has an invalid value."""
+
+
+class _UnknownTypeError(Exception):
+    """A tensor has a type that is not among those of the ``gguf`` package: an old or a new one."""
 
 
 class _Cursor:
@@ -289,7 +299,7 @@ def _tensor(name: str, kind: int, shape: tuple[int, ...], start: int, file_bytes
     try:
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
-        raise _MalformedError(f"the tensor {name[:200]!r} has the unknown type {kind}") from None
+        raise _UnknownTypeError(f"the tensor {name[:200]!r} has type {kind}") from None
     if 0 in shape or shape[-1] % block:
         raise _MalformedError(f"the tensor {name[:200]!r} has shape {list(shape)} in blocks of {block}")
     nbytes = math.prod(shape) // block * block_bytes

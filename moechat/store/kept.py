@@ -8,6 +8,7 @@ from moechat import _native
 from moechat.geometry import DEFAULT_BITS, KEEP, ExpertGeometry
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource
+from moechat.store.tensors import PackedFile
 
 
 def kept_encodings(
@@ -34,8 +35,11 @@ def kept_encodings(
         every = set().union(*names.values())
         quantised = quantised or every != {None}
         if None in every:
-            refs = (ref for expert in layer.experts for _, ref in expert.matrices)
+            refs = [ref for expert in layer.experts for _, ref in expert.matrices]
             other = next(ref.key for ref in refs if checkpoint.encoding(ref) is None)
+            packed = checkpoint.tensors.unkept_type(other)
+            if packed:
+                return (), f"{checkpoint.place(other)} has type {packed}, which a store cannot keep"
             return (), f"{checkpoint.place(other)} has another type" if quantised else ""
         inputs = "gate and up" if names["up"] else "up"  # without a gate projection
         for name, kinds in ((inputs, names["gate"] | names["up"]), ("down", names["down"])):
@@ -60,9 +64,15 @@ def _unfit(experts: ExpertGeometry, pair: tuple[str, str]) -> str:
 
 
 def may_be_kept(checkpoint: Checkpoint) -> bool:
-    """Whether any tensor has an encoding that a store can keep: a quick look."""
+    """Whether any tensor is packed, so that a store keeps its encoding or there is a reason why not: a quick
+    look.
+    """
     tensors = checkpoint.tensors
-    return any(tensors.encoding(key) is not None for key in tensors)
+    if any(tensors.encoding(key) is not None for key in tensors):
+        return True
+    return any(isinstance(file, PackedFile) for file in tensors.files) and any(
+        tensors.unkept_type(key) for key in tensors
+    )
 
 
 def choose_bits(wanted: int | None, plan: CheckpointPlan) -> tuple[int, str]:

@@ -56,6 +56,15 @@ class EncodedFile(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedFile(Protocol):
+    """A file that may have packed tensors whose encodings no store can keep."""
+
+    def unkept_type(self, name: str) -> str:
+        """The type of such a tensor, for people; empty for any other."""
+        ...
+
+
 class TensorSet:
     """Read-only map from tensor name to data over checked, mapped files."""
 
@@ -150,6 +159,15 @@ class TensorSet:
         """
         file = self._file(name)
         return file.encoding(name) if isinstance(file, EncodedFile) else None
+
+    def unkept_type(self, name: str) -> str:
+        """See :class:`PackedFile`; empty for tensors of other files.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        file = self._file(name)
+        return file.unkept_type(name) if isinstance(file, PackedFile) else ""
 
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """See :class:`EncodedFile`. REQUIRES: the tensor has an encoding.

@@ -151,6 +151,35 @@ def test_stdin_that_is_not_utf8_is_a_usage_error(cli: Cli, model: str) -> None:
     assert "stdin is not UTF-8: byte 0xff at offset 2" in result.err
 
 
+PICTURES = {
+    "PNG": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "JPEG": b"\xff\xd8\xff\xe0\0\x10JFIF",
+    "GIF": b"GIF89a\1\0\1\0\x80",
+    "WebP": b"RIFF\x24\0\0\0WEBPVP8 ",
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_a_picture_is_named_as_such(cli: Cli, model: str, tmp_path: Path, kind: str) -> None:
+    picture = tmp_path / "cat"
+    picture.write_bytes(PICTURES[kind])
+    hint = "hint: give a text file, or describe the picture in the prompt\n"
+    result = cli.call("run", model, "hello", "--file", str(picture))
+    assert (result.status, result.out) == (2, b"")
+    assert result.err == f"error: {picture} is a picture ({kind}); models read text only here\n{hint}"
+    result = cli.call("run", model, "hello", stdin=PICTURES[kind])
+    assert (result.status, result.out) == (2, b"")
+    assert result.err == f"error: stdin is a picture ({kind}); models read text only here\n{hint}"
+
+
+def test_a_pdf_file_is_named_as_such(cli: Cli, model: str) -> None:
+    result = cli.call("run", model, stdin=b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
+    assert (result.status, result.out) == (2, b"")
+    assert result.err.startswith(
+        "error: stdin is a PDF file; models read text only here\nhint: extract its text"
+    )
+
+
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(cli: Cli, model: str) -> None:
     result = cli.call("run", model, "--completion", "--ctx", "100", stdin=b"x" * 150)
     assert (result.status, result.out) == (2, b"")

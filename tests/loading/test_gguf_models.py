@@ -450,6 +450,17 @@ def test_what_it_claims_of_layers_and_experts_has_to_fit_its_tensors(
         describe_gguf(changed, "m.gguf")
 
 
+def test_what_is_wrong_in_its_metadata_is_not_said_of_another_file(tmp_path: Path) -> None:
+    config = save_model("qwen3_moe", tmp_path / "source")
+    config.num_experts_per_tok = 99
+    path = tmp_path / "m.gguf"
+    write_gguf("qwen3_moe", config, tensors_of(tmp_path / "source"), path, choose(Kind.F32))
+    with pytest.raises(UnsupportedModelError) as caught:
+        open_store(resolve(str(path)), None, lambda _: None)
+    assert f"the metadata of {path}: 99 experts per token" in str(caught.value)
+    assert "config.json" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [

@@ -168,6 +168,10 @@ def test_bits_that_are_asked_for_quantise_the_experts_anew(model: tuple[Path, Pa
     [
         ({"blk.1.ffn_up_exps.weight": Kind.Q6_K}, "the gate and up matrices of layer 1 are Q4_K and Q6_K"),
         ({"blk.1.ffn_down_exps.weight": Kind.F16}, "'blk.1.ffn_down_exps.weight' has another type"),
+        (
+            {"blk.1.ffn_down_exps.weight": Kind.TQ1_0},
+            "'blk.1.ffn_down_exps.weight' has type TQ1_0, which a store cannot keep",
+        ),
     ],
 )
 def test_experts_that_cannot_be_kept_are_quantised_with_the_reason(
@@ -183,6 +187,21 @@ def test_experts_that_cannot_be_kept_are_quantised_with_the_reason(
     assert store_of(tmp_path / "m.gguf", notices).geometry.title == "4 bits"
     assert any(reason in notice for notice in notices)
     assert any(reason in note for note in moechat.plan(tmp_path / "m.gguf").notes)
+
+
+@pytest.mark.parametrize("kind", [Kind.TQ1_0, Kind.TQ2_0])
+def test_a_file_of_ternary_experts_is_quantised_with_the_reason(tmp_path: Path, kind: Kind) -> None:
+    config = save_model("qwen3_moe", tmp_path / "source")
+
+    def choose(name: str, shape: tuple[int, ...]) -> Kind:
+        return kind if "_exps" in name else Kind.F32
+
+    write_gguf("qwen3_moe", config, tensors_of(tmp_path / "source"), tmp_path / "m.gguf", choose)
+    reason = f"has type {kind.name}, which a store cannot keep"
+    assert any(reason in note for note in moechat.plan(tmp_path / "m.gguf").notes)
+    notices: list[str] = []
+    assert store_of(tmp_path / "m.gguf", notices).geometry.title == "4 bits"
+    assert any(reason in notice for notice in notices)
 
 
 def test_a_scale_that_is_not_finite_is_an_error_and_writes_no_store(

@@ -5,16 +5,18 @@ refused with a fact about the model.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from families import BUILT, REASONS, REFUSED, table, tiny_family, types_with_experts
+from families import BUILT, REFUSED, WHY, table, tiny_family, types_with_experts
 from tiny import SHAPES, UNLISTED, auto_class, write_tiny_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moechat
 from moechat.errors import UnsupportedModelError
+from moechat.models.refused_families import REASONS
 from moechat.models.skeleton import build_skeleton
 from moechat.models.threads import one_thread
 
@@ -87,8 +89,20 @@ def test_a_type_is_refused_for_a_reason(name: str) -> None:
     for config in configs:
         with pytest.raises(UnsupportedModelError) as caught:
             build_skeleton(config, torch.float32)
-        messages.append(str(caught.value))
+        message = str(caught.value)
+        assert not re.search(r"[A-Z]\w+Error\b|Exception", message)
+        if name in REASONS:
+            assert message == f"models of type {name!r} do not run: {REASONS[name]}"
+            message = str(caught.value.__cause__)
+        messages.append(message)
     assert any(REFUSED[name] in message for message in messages), messages
+
+
+@pytest.mark.parametrize("name", ["diffusion_gemma", "longcat_flash"])
+def test_a_plan_gives_the_reason_of_the_manual(name: str, tmp_path: Path) -> None:
+    CONFIG_MAPPING[name]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"models of type '{name}' do not run: {REASONS[name]}"):
+        moechat.plan(tmp_path)
 
 
 def test_layers_may_have_gates_of_their_own(tmp_path: Path, moechat_home: Path) -> None:
@@ -117,6 +131,6 @@ def test_layers_may_have_gates_of_their_own(tmp_path: Path, moechat_home: Path) 
 
 
 def test_the_manual_names_every_type() -> None:
-    assert sorted(REASONS) == sorted(REFUSED)
+    assert sorted(WHY) == sorted(REFUSED)
     assert set(REFUSED) <= set(TYPES)
     assert table() in PAGE.read_text(), "write what `python tests/support/families.py` prints into models.md"

@@ -159,6 +159,13 @@ def test_lines_are_not_truncated_on_a_terminal(cli: Cli, config: str) -> None:
         (("mixtral", "--bits", "5", *GPU), 2, "--bits is 5", "choose one of: 2, 3"),
         (("mixtral", "--ctx", "1", *GPU), 2, "--ctx is 1", ""),
         (("mixtral", "--system", "best"), 2, "--system is 'best'", "auto"),
+        (("deepseek-v4-flash", "--gpu", "ssd-only-16g"), 4, "the least that works", "hint: insist on 1"),
+        (
+            ("deepseek-v4", "--gpu", "ssd-only-16g"),
+            3,
+            "no model",
+            "did you mean deepseek-v4-flash or deepseek-v2-lite?",
+        ),
         ((), 2, "MODEL is missing", "moechat plan mixtral"),
         (("mixtrl", *GPU), 3, "there is no model 'mixtrl'", "mixtral"),
         (("nobody/nothing", *GPU), 3, "its shape is not among the known ones", "config.json"),

@@ -15,6 +15,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from moechat.models.refused_families import NOT_TRIED, REASONS
+
 LAYERS = 4
 # Largest values of text models by key; smaller defaults stay.
 _TEXT = {
@@ -115,11 +117,11 @@ OWN: dict[str, dict[str, Any]] = {
     "step3p7": {"sliding_window": 8},
 }
 
-# Model types that are refused, each with a part of the message.
+# Model types that are refused, each with a part of what was found.
 REFUSED = {
-    "dbrx": "no causal language model of type 'dbrx' can be built",
-    "deepseek_ocr2": "no causal language model of type 'deepseek_ocr2' can be built",
-    "diffusion_gemma": "no causal language model of type 'diffusion_gemma' can be built",
+    "dbrx": "transformers cannot build a model of type 'dbrx'",
+    "deepseek_ocr2": "transformers cannot build a model of type 'deepseek_ocr2'",
+    "diffusion_gemma": "transformers cannot build a model of type 'diffusion_gemma'",
     "doge": "has no routed experts",
     "ernie4_5_vl_moe": "several expert modules in one decoder layer",
     "inkling2": "computes a gate that moechat does not have",
@@ -128,18 +130,12 @@ REFUSED = {
     "longcat_flash": "computes its experts in LongcatFlashExperts",
     "muse_spark": "normalises each expert's output",
 }
-# The same for people, where the message is about the test's configuration.
-REASONS = {
-    "dbrx": "not tried: transformers does not build it from its own default configuration",
-    "deepseek_ocr2": "not tried: transformers does not build it from its own default configuration",
-    "diffusion_gemma": "it does not write one token after another",
-    "doge": "its default has no experts, and those that it can have are rows of embeddings",
-    "ernie4_5_vl_moe": "a layer has experts for text and others for pictures",
-    "inkling2": "its gate is capped softly",
-    "inkling2_text": "its gate is capped softly",
-    "jetmoe": "attention has experts too, in a form of its own",
-    "longcat_flash": "its routers also choose experts that have no weights",
-    "muse_spark": "each expert's output is normalised",
+# Why, for people.
+WHY = {
+    **REASONS,
+    **dict.fromkeys(
+        NOT_TRIED, "not tried: transformers does not build it from its own default configuration"
+    ),
 }
 # Their part for pictures is too large to write in a test, or transformers does not load what it has written
 # (aria_text): that for text is built, and its experts are found.
@@ -258,7 +254,7 @@ def table() -> str:
         "",
         "| refused | because |",
         "|---|---|",
-        *(f"| `{name}` | {reason} |" for name, reason in sorted(REASONS.items())),
+        *(f"| `{name}` | {reason} |" for name, reason in sorted(WHY.items())),
     ]
     return "\n".join(lines)
 

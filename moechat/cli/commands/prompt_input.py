@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from moechat.chat.text_files import read_named
+from moechat.chat.text_files import read_named, refuse_pictures
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 
@@ -27,7 +27,7 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
         quiet: Print no notice while waiting for stdin.
 
     Raises:
-        UsageError: The prompt is blank, not UTF-8, or larger than 64 MiB.
+        UsageError: The prompt is blank, a picture, not UTF-8, or larger than 64 MiB.
     """
     piped = not sys.stdin.isatty()
     if argument is None and not piped:
@@ -60,9 +60,12 @@ def _read_stdin(*, quiet: bool) -> str:
     data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"stdin holds more than {_MAX_BYTES >> 20} MiB, more than any context window")
+    if b"\0" in data:
+        refuse_pictures(data, "stdin")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        refuse_pictures(data, "stdin")
         raise UsageError(
             f"stdin is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
             hint="convert it first, for example with iconv",
