@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Container
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moechat.errors import MoechatError, UsageError
-from moechat.fetch.web_text import is_address, read_address
 from moechat.safe_text import one_line
 
 _MAX_BYTES = 64 << 20
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another place",
     errno.EDQUOT: "free some space, or choose another place",
@@ -99,7 +100,9 @@ def read_named(name: str) -> tuple[str, str]:
         UsageError: See :func:`path_of` and :func:`read_text`; or :func:`moechat.fetch.web_text.read_address`.
         OfflineError: The server of the address cannot be reached.
     """
-    if is_address(name):
+    if _ADDRESS.match(name):
+        from moechat.fetch.web_text import read_address  # a tenth of a start
+
         return read_address(name)
     path = path_of(name)
     return one_line(path.name), read_text(path)

@@ -13,7 +13,6 @@ from moechat.errors import OfflineError, UsageError, one_line
 if TYPE_CHECKING:
     import httpx
 
-_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _MOST_BYTES = 16 << 20
 _MOST_S = 60.0
 _CONNECT_S, _READ_S = 10.0, 20.0
@@ -31,11 +30,6 @@ _BLOCKS = frozenset(
         " h5 h6 header hr li main nav ol p pre section table td th title tr ul",
     )
 )
-
-
-def is_address(text: str) -> bool:
-    """Whether a name of a file is an address of the web."""
-    return _ADDRESS.match(text) is not None
 
 
 def read_address(url: str) -> tuple[str, str]:

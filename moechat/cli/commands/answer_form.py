@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moechat.errors import UsageError
-from moechat.reply_formats.grammar import Grammar
+
+if TYPE_CHECKING:
+    from moechat.reply_formats.grammar import Grammar
 
 _MOST_BYTES = 4 << 20
 
@@ -68,4 +70,6 @@ class AnswerForm:
         Raises:
             UsageError: It cannot be understood.
         """
+        from moechat.reply_formats.grammar import Grammar
+
         return Grammar.json_schema(self.text) if self.kind == "schema" else Grammar.lark(self.text)
