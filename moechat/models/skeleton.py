@@ -357,6 +357,8 @@ def _inputs_name(gated: bool) -> str:
 def _told(error: Exception) -> str:
     """What an error says, for the end of a sentence: its beginning after a colon, if it says anything."""
     text = one_line(error, _MOST_TOLD)
+    if text and isinstance(error, KeyError):  # it says the key alone
+        text = f"it does not know {text}"
     return f": {text}" if text else ""
 
 

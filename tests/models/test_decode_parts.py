@@ -343,6 +343,11 @@ def test_rotary_embeddings_of_adjacent_pairs_are_not_replaced() -> None:
     assert recognise_rotary(ernie.Ernie4_5_MoeAttention(config, 0)) is None
 
 
+def relative_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Of each row."""
+    return torch.linalg.norm(found - wanted, dim=-1) / torch.linalg.norm(wanted, dim=-1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_decoding_equals_the_family_s_modules(
@@ -373,7 +378,7 @@ def test_native_decoding_equals_the_family_s_modules(
     monkeypatch.setattr(attention, "_attend_latents", over_latents)
     tokens = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 
-    def decode() -> torch.Tensor:
+    def decode(engine: moechat.Engine = engine, tokens: list[int] = tokens) -> torch.Tensor:
         cache = engine.decoder.new_cache()
         rows = []
         for part in ([tokens[:9]], [tokens[9:10]], [tokens[10:11]], [tokens[11:]]):
@@ -389,6 +394,8 @@ def test_native_decoding_equals_the_family_s_modules(
     assert all(out is not None for out in native[layers:])
     again = decode()
     assert torch.equal(ours, again)
+    texts = torch.randint(0, 90, (4, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    ours = torch.cat([ours, *(decode(engine, text) for text in texts)])
     done = engine.loaded.native_modules
     assert done.norms
     assert bool(done.routers) == (family in ROUTED)
@@ -396,10 +403,17 @@ def test_native_decoding_equals_the_family_s_modules(
     assert bool(done.latent) == family.startswith("deepseek")
     done.undo()
     count = len(native)
-    plain = decode()
+    plain = torch.cat([decode(), *(decode(engine, text) for text in texts)])
     assert len(native) == count
-    limit = 1e-5 if dtype == "float32" else 6e-2
-    assert float(torch.linalg.norm(ours - plain) / torch.linalg.norm(plain)) < limit
+    if dtype == "float32":
+        assert relative_errors(ours, plain).max() < 1e-5
+        return
+    # Roundings differ by processor and library, and one may change which expert is chosen. So most tokens are
+    # to be as close to float32 as with the family's modules.
+    whole = moechat.load(tmp_path / "model", bits=16, dtype="float32")
+    whole.loaded.native_modules.undo()
+    exact = torch.cat([decode(whole), *(decode(whole, text) for text in texts)])
+    assert relative_errors(ours, exact).median() < 1.25 * relative_errors(plain, exact).median()
 
 
 def test_attention_with_other_results_is_not_replaced() -> None:
