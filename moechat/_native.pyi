@@ -2007,8 +2007,9 @@ def draw_rankings(
         experts: int32 [tokens, layers, k], C order: chosen experts, none twice in a row.
         weights: float32, of the same shape, positive: those with large ones are ranked first. ``None``: in
             random order.
-        right: float64 [layers, experts], C order. Up to rank k, the probability that the expert there is a
-            chosen one; beyond, the probability of each chosen expert that no rank before has to be there.
+        right: float64 [layers, experts], C order. The first k ranks: probability that the expert there is a
+            chosen one. Ranks after them: probability of each chosen expert that is not ranked yet to be
+            ranked there.
         popularity: float64 [layers, experts], C order, positive: of experts that are ranked wrongly.
         width: Ranks, at most the number of experts.
         seed: 0 to 2**64 - 1.

@@ -16,7 +16,7 @@ from moechat.errors import MoechatError, UsageError
 from moechat.safe_text import one_line
 
 _MAX_BYTES = 64 << 20
-_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+_URL = re.compile(r"https?://", re.IGNORECASE)
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another place",
     errno.EDQUOT: "free some space, or choose another place",
@@ -94,16 +94,16 @@ def read_named(name: str) -> tuple[str, str]:
     """Name and content of a text for a message.
 
     Args:
-        name: The path of a file, or an address of the web, of which HTML pages become their words.
+        name: The path of a file, or a URL; an HTML page becomes its text.
 
     Raises:
-        UsageError: See :func:`path_of` and :func:`read_text`; or :func:`moechat.fetch.web_text.read_address`.
-        OfflineError: The server of the address cannot be reached.
+        UsageError: See :func:`path_of` and :func:`read_text`; or :func:`moechat.chat.web_text.read_url`.
+        OfflineError: The server of the URL cannot be reached.
     """
-    if _ADDRESS.match(name):
-        from moechat.fetch.web_text import read_address  # a tenth of a start
+    if _URL.match(name):
+        from moechat.chat.web_text import read_url  # imports httpx
 
-        return read_address(name)
+        return read_url(name)
     path = path_of(name)
     return one_line(path.name), read_text(path)
 

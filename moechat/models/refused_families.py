@@ -1,7 +1,7 @@
-"""Families of transformers whose experts moechat does not compute, each with the fact that is in the way.
+"""Families of transformers that moechat cannot run, each with the reason.
 
-Refusals and the table in ``moechat help models`` are made from it. Nothing here refuses a model: that is
-found in the model itself, so that a family runs as soon as what it needs is there.
+Error messages and the table in ``moechat help models`` use it. It refuses no model by itself: moechat first
+tries to build the model, and gives the reason only if that fails.
 """
 
 from __future__ import annotations

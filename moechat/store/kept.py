@@ -64,9 +64,7 @@ def _unfit(experts: ExpertGeometry, pair: tuple[str, str]) -> str:
 
 
 def may_be_kept(checkpoint: Checkpoint) -> bool:
-    """Whether any tensor is packed, so that a store keeps its encoding or there is a reason why not: a quick
-    look.
-    """
+    """Whether any tensor is quantised: then a store keeps its encoding, or there is a reason why not."""
     tensors = checkpoint.tensors
     if any(tensors.encoding(key) is not None for key in tensors):
         return True

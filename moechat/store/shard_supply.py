@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -281,10 +282,8 @@ class ShardSupply:
             plain = {tensor.name: sums[tensor.name] for tensor in planned if tensor.encoding is None}
             shard.open(path, whole=False, sums=plain)
             for tensor in planned:
-                sum_of = 0
-                for data in dense_chunks(shard, tensor):
-                    sum_of = checksum(data, sum_of)
-                if sum_of != sums[tensor.name]:
+                found = reduce(lambda before, data: checksum(data, before), dense_chunks(shard, tensor), 0)
+                if found != sums[tensor.name]:
                     raise CheckpointError(f"{path} has changed since it was saved")
         except CheckpointError:  # damaged: it can be saved again
             shard.close()

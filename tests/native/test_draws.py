@@ -102,11 +102,12 @@ def test_ranks_are_right_with_their_probabilities_and_all_chosen_experts_are_ran
     right = np.isin(drawn, [0, 1])
     assert right.sum(axis=1).tolist() == [2] * 60_000
     assert right[:, :2].mean(axis=0) == pytest.approx([0.7, 0.2], abs=0.01)
-    # Beyond k: half for each chosen expert that is left, and so on; the last ranks take the rest.
+    # Beyond rank k the table has the chance of each chosen expert that is left. At rank 3 it is 0.5, so
+    # one of two is certain.
     left = 2 - right[:, :2].sum(axis=1)
     assert right[left == 1, 2].mean() == pytest.approx(0.5, abs=0.01)
     assert right[left == 2, 2].all()
-    # The next one has what is left of those whose third rank was wrong.
+    # At rank 4 it is 0.25.
     late = right[(left == 1) & ~right[:, 2]]
     assert late[:, 3].mean() == pytest.approx(0.25, abs=0.015)
 

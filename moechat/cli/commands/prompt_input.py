@@ -44,7 +44,7 @@ def read_files(names: Iterable[str]) -> list[tuple[str, str]]:
     """Names and contents of texts to send with a message.
 
     Args:
-        names: Their paths, or addresses of the web.
+        names: Their paths, or URLs.
 
     Raises:
         UsageError: See :func:`moechat.chat.text_files.read_named`.

@@ -70,7 +70,7 @@ class RunOptions(PlaceOptions):
         list[str] | None,
         option(
             "FILE",
-            "Send a text file, or what stands at a URL, with the prompt or a chat's first message. May be "
+            "Send a text file, or the text at a URL, with the prompt or a chat's first message. May be "
             "repeated.",
             None,
             "--file",

@@ -26,8 +26,8 @@ void draw_routing(const double* weights, std::int32_t layers, std::int32_t exper
 struct RankingInputs {
   const std::int32_t* chosen = nullptr;  // [tokens, layers, k]
   const float* weights = nullptr;  // [tokens, layers, k], positive: order of the chosen; null: random order
-  // [layers, experts]: probability that the expert at a rank is right; from rank k on, of each chosen expert
-  // that no rank before has, that this one has it.
+  // [layers, experts]. The first k ranks: probability that the expert there is a chosen one. Ranks after
+  // them: probability of each chosen expert that is not ranked yet to be ranked there.
   const double* right = nullptr;
   const double* popularity = nullptr;  // [layers, experts]: of experts that are ranked wrongly
   std::int64_t tokens = 0;

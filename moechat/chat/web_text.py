@@ -1,17 +1,15 @@
-"""Reads a text from an address of the web, for a message: within limits of size and time."""
+"""Reads the text at a URL, for a message: within limits of size and time."""
 
 from __future__ import annotations
 
 import re
 import time
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from moechat.errors import OfflineError, UsageError, one_line
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
+from moechat.errors import OfflineError, UsageError, one_line
 
 _MOST_BYTES = 16 << 20
 _MOST_S = 60.0
@@ -21,7 +19,7 @@ _TEXT_TYPES = re.compile(
     r"text/|application/(.*[+./-])?(json|xml|yaml|toml|javascript|x-sh|sql)\b", re.IGNORECASE
 )
 _SKIPPED = ("script", "style", "noscript", "template", "svg", "iframe", "object")
-_AS_IT_IS = "\0"  # begins a line of code while a page is read
+_CODE_LINE = "\0"  # begins a line of code while a page is read
 # Elements that begin and end a line.
 _BLOCKS = frozenset(
     re.findall(
@@ -32,19 +30,17 @@ _BLOCKS = frozenset(
 )
 
 
-def read_address(url: str) -> tuple[str, str]:
-    """Name and text of what stands at an address; of an HTML page, its words.
+def read_url(url: str) -> tuple[str, str]:
+    """Name and text of what is at a URL; of an HTML page, its text.
 
     Args:
         url: ``http`` or ``https``.
 
     Raises:
-        UsageError: It is no address, is not text, has more than 16 MiB, or the server refuses it.
+        UsageError: It is no URL, is not text, has more than 16 MiB, or the server refuses it.
         OfflineError: The server cannot be reached, or takes more than a minute.
     """
-    import httpx  # a fifth of a start
-
-    shown = one_line(url)
+    shown, end = one_line(url), time.monotonic() + _MOST_S
     limits = httpx.Timeout(_READ_S, connect=_CONNECT_S)
     # Compressed, a few bytes could become gigabytes.
     headers = {"Accept": "text/*, application/json;q=0.9, */*;q=0.1", "Accept-Encoding": "identity"}
@@ -60,14 +56,14 @@ def read_address(url: str) -> tuple[str, str]:
                 raise UsageError(f"{shown} is not text: its type is {one_line(kind)}")
             if response.headers.get("content-encoding", "identity").lower() != "identity":
                 raise UsageError(f"{shown} is compressed, though that was not asked for")
-            data, charset = _body(response, shown), response.charset_encoding or "utf-8"
+            data, charset = _body(response, shown, end), response.charset_encoding or "utf-8"
             place = urlsplit(str(response.url))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{shown} is no address: {one_line(error)}") from None
+        raise UsageError(f"{shown} is no URL: {one_line(error)}") from None
     except httpx.HTTPError as error:
         raise OfflineError(
             f"{shown} cannot be read: {one_line(error) or type(error).__name__}",
-            hint="check the address and the connection, or save it to a file and give that",
+            hint="check the URL and the connection, or save it to a file and give that",
         ) from None
     try:
         text = data.decode("utf-8-sig" if charset.lower() == "utf-8" else charset)
@@ -76,11 +72,11 @@ def read_address(url: str) -> tuple[str, str]:
             f"{shown} is not {one_line(charset)}, as its server says: {one_line(error)}"
         ) from None
     name = unquote(place.path).rstrip("/").rpartition("/")[2] or place.netloc
-    return one_line(name), words_of_page(text) if "html" in kind.lower() else text
+    return one_line(name), text_of_html(text) if "html" in kind.lower() else text
 
 
-def _body(response: httpx.Response, shown: str) -> bytes:
-    data, end = bytearray(), time.monotonic() + _MOST_S
+def _body(response: httpx.Response, shown: str, end: float) -> bytes:
+    data = bytearray()
     for piece in response.iter_raw():
         data += piece
         if len(data) > _MOST_BYTES:
@@ -92,14 +88,14 @@ def _body(response: httpx.Response, shown: str) -> bytes:
     return bytes(data)
 
 
-def words_of_page(page: str) -> str:
+def text_of_html(page: str) -> str:
     """The text of an HTML page, a line for each block, without scripts and styles; code keeps its lines."""
     reader = _Words()
     reader.feed(page)
     reader.close()
     lines = "".join(reader.parts).split("\n")
     words = (
-        line[len(_AS_IT_IS) :].rstrip() if line.startswith(_AS_IT_IS) else " ".join(line.split())
+        line[len(_CODE_LINE) :].rstrip() if line.startswith(_CODE_LINE) else " ".join(line.split())
         for line in lines
     )
     return "\n".join(line for line in words if line)
@@ -124,9 +120,9 @@ class _Words(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._skipped:
             return
-        text = data.replace(_AS_IT_IS, "")
-        self.parts.append(text.replace("\n", "\n" + _AS_IT_IS if self._code else " "))
+        text = data.replace(_CODE_LINE, "")
+        self.parts.append(text.replace("\n", "\n" + _CODE_LINE if self._code else " "))
 
     def _break(self, tag: str) -> None:
         if tag in _BLOCKS and not self._skipped:
-            self.parts.append("\n" + _AS_IT_IS if self._code else "\n")
+            self.parts.append("\n" + _CODE_LINE if self._code else "\n")

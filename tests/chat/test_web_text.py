@@ -1,4 +1,4 @@
-"""Texts from addresses of the web: what is read, how pages become words, and what is refused."""
+"""Texts from URLs: what is read, how HTML becomes text, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moechat.chat import web_text
 from moechat.chat.text_files import read_named
+from moechat.chat.web_text import read_url, text_of_html
 from moechat.errors import OfflineError, UsageError
-from moechat.fetch import web_text
-from moechat.fetch.web_text import read_address, words_of_page
 
 PAGE = """<!doctype html><html><head><title>Foxes</title><style>p { color: red }</style>
 <script>if (1 < 2) alert("no")</script></head><body>
@@ -73,17 +73,17 @@ def site() -> Iterator[str]:
 
 def test_a_text_has_its_name_and_charset(site: str) -> None:
     assert read_named(f"{site}/notes/fox%20tale.txt") == ("fox tale.txt", "Füchse\n")
-    assert read_address(f"{site}/latin") == ("latin", "Füchse")
-    assert read_address(f"{site}/moved") == ("data", '{"a": 1}')
+    assert read_url(f"{site}/latin") == ("latin", "Füchse")
+    assert read_url(f"{site}/moved") == ("data", '{"a": 1}')
 
 
-def test_a_page_is_its_words(site: str) -> None:
-    assert read_address(f"{site}/") == (site.removeprefix("http://"), WORDS)
+def test_a_page_becomes_its_text(site: str) -> None:
+    assert read_url(f"{site}/") == (site.removeprefix("http://"), WORDS)
 
 
 @given(st.text(alphabet="<>/abpre&;!-\"'= \n\0", max_size=80))
 def test_no_page_is_refused(page: str) -> None:
-    assert "\0" not in words_of_page(page)
+    assert "\0" not in text_of_html(page)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,20 @@ def test_no_page_is_refused(page: str) -> None:
 )
 def test_what_is_no_text_is_refused(site: str, path: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_address(site + path)
+        read_url(site + path)
 
 
 def test_sizes_times_redirects_and_silence_are_limited(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OfflineError, match="redirects"):
-        read_address(f"{site}/round")
+        read_url(f"{site}/round")
     with pytest.raises(OfflineError, match="9/x cannot be read"):
-        read_address("http://127.0.0.1:9/x")
-    with pytest.raises(UsageError, match="is no address"):
-        read_address("http://[::1/x")
+        read_url("http://127.0.0.1:9/x")
+    with pytest.raises(UsageError, match="is no URL"):
+        read_url("http://[::1/x")
     monkeypatch.setattr(web_text, "_MOST_BYTES", 5)
     with pytest.raises(UsageError, match="more than any context holds"):
-        read_address(f"{site}/data")
+        read_url(f"{site}/data")
     monkeypatch.setattr(web_text, "_MOST_BYTES", 100)
     monkeypatch.setattr(web_text, "_MOST_S", -1.0)
     with pytest.raises(OfflineError, match="takes more than"):
-        read_address(f"{site}/data")
+        read_url(f"{site}/data")
