@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from fault_injection.phase import Outcome, Phase, ended_badly, first_line
@@ -101,9 +103,15 @@ class Injected(Phase):
         shutil.rmtree(self.home, ignore_errors=True)
 
     def cases(self, seed: int) -> Iterator[str]:
-        found = [str(fault) for fault in (self._kill_points() if self._kills else self._faults())]
+        found = [*(self._kill_points() if self._kills else self._faults())]
         random.Random(f"{seed}:{self.name}").shuffle(found)
-        return iter(found)
+        return map(str, by_rounds(found))
+
+    def coverage(self, done: Collection[str]) -> str:
+        every = [*(self._kill_points() if self._kills else self._faults())]
+        tried = [fault for fault in every if f"{self.name}:{fault}" in done]
+        calls, of = (len({(fault.group, fault.index) for fault in faults}) for faults in (tried, every))
+        return f"{calls} of {of} calls, {len(tried)} of {len(every)} faults"
 
     def run(self, case: str) -> Outcome:
         fault = Fault.parse(case)
@@ -190,6 +198,17 @@ class Injected(Phase):
         for index in range(self._calls["change"]):
             yield Fault("change", index, "kill")
             yield Fault("change", index, "torn")
+
+
+def by_rounds(faults: Sequence[Fault]) -> Iterator[Fault]:
+    """First one fault of every call, then a second one of every call, and so on; else in the order given."""
+    rounds: dict[int, list[Fault]] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for fault in faults:
+        call = fault.group, fault.index
+        rounds.setdefault(seen[call], []).append(fault)
+        seen[call] += 1
+    return chain.from_iterable(rounds.values())
 
 
 def _lasting(files: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from fault_injection.programs import SPARE_BYTES, Ran
@@ -56,6 +56,15 @@ class Phase(ABC):
     @abstractmethod
     def cases(self, seed: int) -> Iterator[str]:
         """Cases in a random order that the seed determines, without an end or all that there are."""
+
+    def coverage(self, done: Collection[str]) -> str:
+        """How much of all that there is has been tried, in words; empty where there is no end.
+
+        Args:
+            done: Cases with a result, each behind the phase's name and a colon.
+        """
+        del done
+        return ""
 
     @abstractmethod
     def run(self, case: str) -> Outcome:

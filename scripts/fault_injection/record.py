@@ -24,12 +24,14 @@ class Record:
         path: The same.
         seed: Of the file.
         done: Cases with a result.
+        covered: How much of all that there is has been tried, in words, by phase.
     """
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
         self.seed = seed
         self.done: set[str] = set()
+        self.covered: dict[str, str] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._fell: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -78,6 +80,9 @@ class Record:
             lines.append(f"{title:<32}{counts['tried']:>12}{counts['held']:>12}{counts['fell']:>8}")
             total.update(counts)
         lines.append(f"{'all':<32}{total['tried']:>12}{total['held']:>12}{total['fell']:>8}")
+        if self.covered:
+            lines.append("")
+            lines += [f"{phase:<20} {covered}" for phase, covered in sorted(self.covered.items())]
         for (phase, fell), entries in sorted(
             self._fell.items(), key=lambda item: (item[0][0], -len(item[1]))
         ):
@@ -90,6 +95,7 @@ class Record:
         return {
             "seed": self.seed,
             "counts": {title: dict(counts) for title, counts in sorted(self._counts.items())},
+            "covered": dict(sorted(self.covered.items())),
             "fell": [
                 {
                     "phase": phase,

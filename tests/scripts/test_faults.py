@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from fault_injection import fuzz_texts, gguf_fields
+from fault_injection.injected import by_rounds
 from fault_injection.json_changes import changed, spelled
 from fault_injection.phase import Outcome, Phase, ended_badly
 from fault_injection.phases import all_phases
@@ -248,6 +249,18 @@ class Planned(Phase):
 
     def run(self, case: str) -> Outcome:
         raise AssertionError
+
+
+def test_every_call_fails_once_before_any_fails_again() -> None:
+    faults = [
+        Fault(group, index, mode, "EIO")
+        for group, index in (("read", 0), ("read", 1), ("open", 0))
+        for mode in ("once", "forever")
+    ]
+    ordered = [*by_rounds(faults)]
+    assert sorted(map(str, ordered)) == sorted(map(str, faults))
+    assert {(one.group, one.index) for one in ordered[:3]} == {("read", 0), ("read", 1), ("open", 0)}
+    assert [one.mode for one in ordered] == ["once"] * 3 + ["forever"] * 3
 
 
 def test_results_are_continued_and_counted(tmp_path: Path) -> None:
