@@ -125,6 +125,7 @@ def speeds_by_bits(
     *,
     profile: HardwareProfile | None = None,
     load: Mapping[str, Any] = MappingProxyType({}),
+    brief: bool = False,
 ) -> dict[int, Expected]:
     """Expected speed of a known model on a machine, by bits; bits that do not fit into its memory are absent.
 
@@ -135,12 +136,13 @@ def speeds_by_bits(
         bits: Bits that the user gave; then a model that does not fit is no error.
         profile: The machine; ``None``: this one.
         load: The other options of loading, such as ``ram``.
+        brief: See :func:`moechat.planning.expect.expect`.
 
     Raises:
         DoesNotFitError: No bits fit, and the user gave none.
     """
     shape = find_shape(model)
-    return {} if shape is None else speeds_of(shape, bits, profile=profile, load=load)
+    return {} if shape is None else speeds_of(shape, bits, profile=profile, load=load, brief=brief)
 
 
 def speeds_of(
@@ -149,6 +151,7 @@ def speeds_of(
     *,
     profile: HardwareProfile | None = None,
     load: Mapping[str, Any] = MappingProxyType({}),
+    brief: bool = False,
 ) -> dict[int, Expected]:
     """The same for a shape, or a ``config.json``.
 
@@ -163,7 +166,7 @@ def speeds_of(
     problem = None
     for candidate in (USUAL_BITS, FEWER_BITS) if bits is None else (bits,):
         try:
-            found[candidate] = expect(shape, profile=profile, **{**load, "bits": candidate})
+            found[candidate] = expect(shape, profile=profile, brief=brief, **{**load, "bits": candidate})
         except DoesNotFitError as error:
             problem = error
             continue
