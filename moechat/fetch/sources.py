@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from moechat.errors import DoesNotFitError
-from moechat.fetch.gguf_repository import gguf_models
 from moechat.fetch.repository import RemoteRepository
 from moechat.hub.gguf_parts import gguf_parts
 from moechat.hub.known_shapes import find_shape
@@ -159,7 +158,7 @@ def speeds_of(
         DoesNotFitError: No bits fit, and the user gave none.
         UnsupportedModelError: moechat cannot run the model.
     """
-    # Imported here: it brings torch and transformers.
+    # Imported here: sources are listed without it.
     from moechat.planning.expect import expect
 
     found: dict[int, Expected] = {}
@@ -184,6 +183,9 @@ def list_sources(remote: RemoteRepository, *, original: bool) -> list[Source]:
         remote: The repository and its files.
         original: Whether it is the maker's.
     """
+    # Imported here: it brings torch, which estimates of known models do without.
+    from moechat.fetch.gguf_repository import gguf_models
+
     found = []
     if remote.files.keys() & {_INDEX, _SINGLE}:
         weights = [file for name, file in remote.files.items() if _is_shard(name)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -309,3 +311,13 @@ def test_a_list_of_models_takes_no_model_and_no_missing_gpu(cli: Cli) -> None:
         result = cli.call("plan", *arguments)
         assert (result.status, result.out) == (2, b"")
         assert said in result.err
+
+
+def test_a_list_of_models_needs_no_torch() -> None:
+    code = (
+        "import sys; from moechat.cli.main import main\n"
+        "assert main(['plan', '--list-models', '--ram', '3G']) == 0\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "olmoe" in done.stdout
