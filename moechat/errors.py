@@ -137,7 +137,11 @@ class DoesNotFitError(MoechatError):
 
 
 class NoModelError(MoechatError):
-    """A chat has no model for now: none could be loaded, or the server that has it is gone."""
+    """A chat has no model for now: none could be loaded, or the server that had it has ended."""
+
+
+class ServerEndedError(NoModelError):
+    """The server that had the model in memory has ended, or is about to; the model can be loaded here."""
 
 
 class DeviceUnavailableError(UsageError):

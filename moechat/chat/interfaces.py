@@ -114,3 +114,11 @@ class Models(Protocol):
             MoechatError: The new model cannot be used.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
+
+    def load_here(self) -> None:
+        """Load the model in this process, after the server that had it in memory has ended.
+
+        Raises:
+            MoechatError: It cannot be loaded; another call may succeed.
+            KeyboardInterrupt: Ctrl-C was pressed; another call may succeed.
+        """

@@ -20,6 +20,7 @@ from moechat.errors import (
     MoechatError,
     NoModelError,
     PromptTooLongError,
+    ServerEndedError,
     StoreDamagedError,
     UsageError,
 )
@@ -120,8 +121,20 @@ class ChatSession:
     def _answer(
         self, conversation: Conversation, question: str, reply: Reply, display: AnswerDisplay
     ) -> None:
-        engine = self.models.engine
         display.waiting.start()
+        try:
+            self._follow(conversation, question, reply, display)
+        except ServerEndedError:
+            if reply.tokens:  # what is shown cannot be taken back
+                raise
+            with display.waiting.hidden():
+                self.models.load_here()
+            self._follow(conversation, question, reply, display)
+
+    def _follow(
+        self, conversation: Conversation, question: str, reply: Reply, display: AnswerDisplay
+    ) -> None:
+        engine = self.models.engine
         pending = start_reply(engine, conversation, question, self.generation, display.waiting.progress)
         if dropped := pending.first_sent - conversation.first_sent:
             conversation.first_sent = pending.first_sent
@@ -152,10 +165,14 @@ class ChatSession:
         return found
 
     def _live_map(self) -> LiveMap | None:
-        engine = self.models.engine
-        if not (self.watching and self.view.animated) or engine.expert_map() is None:
+        if not (self.watching and self.view.animated):
             return None
-        return live_map(engine, self.status.map_lines, keep=False)
+        try:
+            if self.models.engine.expert_map() is None:
+                return None
+        except ServerEndedError:  # the answer will load the model here
+            pass
+        return live_map(lambda: self.models.engine.expert_map(), self.status.map_lines, keep=False)
 
     def _keep(self, question: str, reply: Reply, mark: Mark, *, replace_last: bool, first_sent: int) -> None:
         self._counted = False

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from moechat.errors import DoesNotFitError
-from moechat.fetch.gguf_repository import gguf_models
 from moechat.fetch.repository import RemoteRepository
 from moechat.hub.gguf_parts import gguf_parts
 from moechat.hub.known_shapes import find_shape
@@ -125,6 +124,7 @@ def speeds_by_bits(
     *,
     profile: HardwareProfile | None = None,
     load: Mapping[str, Any] = MappingProxyType({}),
+    brief: bool = False,
 ) -> dict[int, Expected]:
     """Expected speed of a known model on a machine, by bits; bits that do not fit into its memory are absent.
 
@@ -135,12 +135,13 @@ def speeds_by_bits(
         bits: Bits that the user gave; then a model that does not fit is no error.
         profile: The machine; ``None``: this one.
         load: The other options of loading, such as ``ram``.
+        brief: See :func:`moechat.planning.expect.expect`.
 
     Raises:
         DoesNotFitError: No bits fit, and the user gave none.
     """
     shape = find_shape(model)
-    return {} if shape is None else speeds_of(shape, bits, profile=profile, load=load)
+    return {} if shape is None else speeds_of(shape, bits, profile=profile, load=load, brief=brief)
 
 
 def speeds_of(
@@ -149,6 +150,7 @@ def speeds_of(
     *,
     profile: HardwareProfile | None = None,
     load: Mapping[str, Any] = MappingProxyType({}),
+    brief: bool = False,
 ) -> dict[int, Expected]:
     """The same for a shape, or a ``config.json``.
 
@@ -156,14 +158,14 @@ def speeds_of(
         DoesNotFitError: No bits fit, and the user gave none.
         UnsupportedModelError: moechat cannot run the model.
     """
-    # Imported here: it brings torch and transformers.
+    # Imported here: sources are listed without it.
     from moechat.planning.expect import expect
 
     found: dict[int, Expected] = {}
     problem = None
     for candidate in (USUAL_BITS, FEWER_BITS) if bits is None else (bits,):
         try:
-            found[candidate] = expect(shape, profile=profile, **{**load, "bits": candidate})
+            found[candidate] = expect(shape, profile=profile, brief=brief, **{**load, "bits": candidate})
         except DoesNotFitError as error:
             problem = error
             continue
@@ -181,6 +183,9 @@ def list_sources(remote: RemoteRepository, *, original: bool) -> list[Source]:
         remote: The repository and its files.
         original: Whether it is the maker's.
     """
+    # Imported here: it brings torch, which estimates of known models do without.
+    from moechat.fetch.gguf_repository import gguf_models
+
     found = []
     if remote.files.keys() & {_INDEX, _SINGLE}:
         weights = [file for name, file in remote.files.items() if _is_shard(name)]

@@ -41,7 +41,7 @@ from moechat.planning.speed import (
     prompt_seconds,
     scaled_to,
 )
-from moechat.simulate.strategy import Strategy
+from moechat.simulate.strategy import Strategy, strategies
 from moechat.sizes.context_length import context_length
 from moechat.sizes.dense_types import resolve_type
 
@@ -179,6 +179,11 @@ class Cases:
         seconds = None if made.strategy is None else made.strategy.seconds_of_choice
         decode, exposed = self._decode(found, costs, made.settings_for(self.settings), seconds)
         return Case(memory, found, exposed, costs, decode, made.notes, made)
+
+    @property
+    def usual_strategy(self) -> Strategy | None:
+        """The settings as they are; ``None`` where they leave no choice."""
+        return strategies(self.settings, far_computes=False)[0] if self.settings.choose else None
 
     @property
     def _capacity(self) -> int | None:

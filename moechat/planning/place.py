@@ -31,8 +31,13 @@ class Placed:
     short: str
 
 
-def place(cases: Cases, options: LoadOptions) -> Placed:
+def place(cases: Cases, options: LoadOptions, *, brief: bool = False) -> Placed:
     """Place a model in the memories that the options give, or that the machine has.
+
+    Args:
+        cases: The model on the machine.
+        options: For loading it.
+        brief: Take the usual strategy where the settings leave a choice, not the fastest.
 
     Raises:
         DoesNotFitError: They are too small.
@@ -45,7 +50,8 @@ def place(cases: Cases, options: LoadOptions) -> Placed:
         behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
         budget, given, short = machine.vram_budget(options.vram)
     ram_share = 0.0 if behind is None else behind[1].share
-    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share)
+    strategy = cases.usual_strategy if brief else None
+    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share, strategy=strategy)
     memory = case.memory
     tiers = [Tier(near, memory.budget, memory.given, memory.parts)]
     far: Far | None = None

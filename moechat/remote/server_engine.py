@@ -16,14 +16,17 @@ from typing import Any
 import httpcore
 
 from moechat import errors
-from moechat.errors import MoechatError, NoModelError, require_room
+from moechat.errors import MoechatError, ServerEndedError, require_room
 from moechat.steps import Step, TokenLogprob
 
 # Seconds in which a server tells what it has loaded; one that computes a long pass takes longer.
 _ASK_S = 2.0
 _GOOD = 200
-# What a server that is gone, or that ends in the middle, looks like.
+# How a server that has ended, or that ends in the middle, shows.
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
+# The class of the error by which a server refuses while it shuts down.
+_CLOSING = "ServerClosingError"
+_HERE = "the next message or command loads the model here"
 _SIZE = re.compile("\0([0-9.e+-]+)\0")
 
 
@@ -101,7 +104,8 @@ class ServerEngine:
         name: Of the model.
         context_length: Tokens.
         has_chat_template: Whether it takes messages.
-        stats: Of the last answer.
+        socket: Path of the server's private socket.
+        stats: Of the last answer; of one that did not reach its end only the numbers of tokens.
         tuning: ``None``: the server tunes its plans.
     """
 
@@ -111,7 +115,8 @@ class ServerEngine:
         self.name = str(facts["name"])
         self.context_length = int(facts["context_length"])
         self.has_chat_template = bool(facts["has_chat_template"])
-        self.stats = _Stats(output_tokens=0, pages=0)
+        self.socket = socket
+        self.stats = _Stats(prompt_tokens=0, output_tokens=0, pages=0)
         self._facts = facts
         # No time-out for answers: the request may wait behind others.
         self._connection = _Connection(socket, None)
@@ -184,6 +189,9 @@ class ServerEngine:
     ) -> Iterator[Step]:
         """Generate an answer; arguments, result and errors as for ``Engine.generate``.
 
+        If the server has ended, :class:`moechat.errors.ServerEndedError` is raised; before the first step
+        nothing is lost by starting again elsewhere.
+
         The server is asked when the first step is wanted, because a chat that tries how much of a
         conversation fits makes several of these iterators. So errors of settings come then. The request waits
         for its turn where the server answers others.
@@ -196,26 +204,35 @@ class ServerEngine:
         if grammar is not None:
             given["grammar"] = asdict(grammar)
         body = {"model": self._facts["model"], "tokens": tokens, "options": given}
-        return self._steps(self._events(body), progress or (lambda _done, _total: None))
+        return self._steps(self._events(body), len(tokens), progress or (lambda _done, _total: None))
 
     def _steps(
-        self, events: Generator[dict[str, Any], None, None], progress: Callable[[int, int], None]
+        self,
+        events: Generator[dict[str, Any], None, None],
+        prompt_tokens: int,
+        progress: Callable[[int, int], None],
     ) -> Iterator[Step]:
-        with closing(events):
-            ended = False
-            for event in events:
-                if "prefilled" in event:
-                    progress(*event["prefilled"])
-                elif "step" in event:
-                    yield _step(event["step"])
-                elif "stats" in event:
-                    self.stats = _Stats(**event["stats"])
-                    ended = True
-            if not ended:
-                raise MoechatError(
-                    "the server ended in the middle of the answer",
-                    hint="load the model here: run the same command again, or /model NAME in a chat",
-                )
+        count = 0
+        stats = None
+        try:
+            with closing(events):
+                for event in events:
+                    if "prefilled" in event:
+                        progress(*event["prefilled"])
+                    elif "step" in event:
+                        count += 1
+                        yield _step(event["step"])
+                    elif "stats" in event:
+                        stats = _Stats(**event["stats"])
+            if stats is None:
+                raise _ended()
+        except ServerEndedError:
+            if not count:
+                raise
+            raise ServerEndedError("the server ended in the middle of the answer", hint=_HERE) from None
+        finally:
+            # A chat counts its context by them, also after an answer that was stopped.
+            self.stats = stats or _Stats(prompt_tokens=prompt_tokens, output_tokens=count, pages=0)
 
     def _events(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         try:
@@ -227,8 +244,8 @@ class ServerEngine:
                     if "error" in event:
                         raise _error(event["error"])
                     yield event
-        except _FAILURES as error:
-            raise _lost(error) from None
+        except _FAILURES:
+            raise _ended() from None
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Ask for the texts of tokens that are not known yet."""
@@ -245,8 +262,8 @@ class ServerEngine:
             status, content = self._connection.request(
                 "POST", path, {"model": self._facts["model"], **fields}
             )
-        except _FAILURES as error:
-            raise _lost(error) from None
+        except _FAILURES:
+            raise _ended() from None
         if status != _GOOD:
             raise _refusal(status, content)
         found: dict[str, Any] = json.loads(content)
@@ -315,11 +332,8 @@ def _step(found: Mapping[str, Any]) -> Step:
     )
 
 
-def _lost(error: Exception) -> MoechatError:
-    return NoModelError(
-        f"the server that has the model is gone: {errors.one_line(error) or type(error).__name__}",
-        hint="load the model here: run the same command again, or /model NAME in a chat",
-    )
+def _ended() -> ServerEndedError:
+    return ServerEndedError("the server that had the model in memory has ended", hint=_HERE)
 
 
 def _refusal(status: int, content: bytes) -> MoechatError:
@@ -331,6 +345,8 @@ def _refusal(status: int, content: bytes) -> MoechatError:
 
 def _error(found: Mapping[str, Any]) -> MoechatError:
     """The error that the server's engine raised."""
+    if found.get("class") == _CLOSING:
+        return _ended()
     kind = getattr(errors, str(found.get("class")), MoechatError)
     if not (isinstance(kind, type) and issubclass(kind, MoechatError)):
         kind = MoechatError

@@ -70,7 +70,8 @@ class CallSink:
         """The call that began goes no further than the position of the source."""
         source = self._prefix + self._source.raw(self.start, self._source.at)
         if self._hold:
-            self._emit(Text(source))
+            if not self._source.cut_short:
+                self._emit(Text(source))
         else:
             self._emit(CallBroken(self._index, source))
             self._index += 1

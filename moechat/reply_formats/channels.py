@@ -13,7 +13,7 @@ from functools import partial
 
 from moechat.reply_formats.call_sink import CallSink
 from moechat.reply_formats.json_calls import checked_name, read_arguments
-from moechat.reply_formats.source import MalformedError, Marks, Reading, Source
+from moechat.reply_formats.source import LEAST_PART, MalformedError, Marks, Reading, Source
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -48,11 +48,12 @@ def read_messages(
         thought = False  # behind the end of a message stands text without a header
         if mark not in _ENDS:
             thought = yield from _read_header(source, sink, emit, mark, with_calls=with_calls)
-        mark = yield from source.pass_to(_IN_TEXT, partial(_emit, emit, thought), forget=True)
+        mark = yield from source.pass_to(_IN_TEXT, partial(_emit, source, emit, thought), forget=True)
 
 
-def _emit(emit: EmitText, thought: bool, text: str) -> None:
-    emit(text, thought)
+def _emit(source: Source, emit: EmitText, thought: bool, text: str) -> None:
+    if text := source.without_part(text, _IN_TEXT, LEAST_PART):
+        emit(text, thought)
 
 
 def _read_header(
@@ -81,6 +82,7 @@ def _read_header(
 def _read_call(source: Source, sink: CallSink, emit: EmitText, begin: int, recipient: str) -> Reading[None]:
     behind = source.at
     sink.attempt(begin, "")
+    source.ran_out = False
     try:
         name = checked_name(recipient.removeprefix("functions."))
         yield from read_arguments(source, lambda: sink.begin(name), sink.arguments)
@@ -90,8 +92,10 @@ def _read_call(source: Source, sink: CallSink, emit: EmitText, begin: int, recip
         if not source.exhausted and not (yield from source.take(*_ENDS)):
             source.at = end
     except MalformedError:
+        if source.cut_short:
+            source.skip_rest()
         if sink.open:
             sink.broken()
-        else:
+        elif not source.cut_short:
             source.at = behind
             emit(source.raw(begin, behind), False)

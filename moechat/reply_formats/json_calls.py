@@ -53,8 +53,10 @@ def read_json_calls(
         yield from source.space()
         if calls.bare_begin and (yield from source.take(";", ",")):
             yield from source.space()
-        if (yield from source.peek()) != "{":
-            source.at = end
+        first = yield from source.peek()
+        if first != "{":
+            if first or not source.cut:  # else what stands between calls is dropped with the next one
+                source.at = end
             return
 
 

@@ -31,7 +31,10 @@ def read_named_call(source: Source, sink: CallSink, calls: NamedCalls) -> Readin
     if fenced:
         yield from source.space()
         if not (yield from source.take(_FENCE)):
-            source.at = end
+            if source.ends_within((_FENCE,)):
+                source.skip_rest()
+            else:
+                source.at = end
     sink.end()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 
 from moechat.reply_formats.call_sink import CallSink
@@ -10,8 +11,13 @@ from moechat.reply_formats.events import Event, Text
 from moechat.reply_formats.known_marks import THINK
 from moechat.reply_formats.notations import ReplyFormat
 from moechat.reply_formats.readers import read_calls
-from moechat.reply_formats.source import SPACE, MalformedError, Marks, Reading, Source
+from moechat.reply_formats.source import LEAST_PART, SPACE, MalformedError, Marks, Reading, Source
 from moechat.reply_formats.tools import Tool
+
+# What a call begins with up to its first mark or bracket; a name is one word.
+_HEAD = re.compile(r"""[^<\[({|｜"'=>`]*""")
+# The name in a call without a mark, and what ends it.
+_BARE_NAME = re.compile(r"""(?:"(?:tool_)?name"\s*:\s*"|^\s*\[\s*)([\w.-]+)(["(]?)""")
 
 
 class ReplyParser:
@@ -29,6 +35,9 @@ class ReplyParser:
       any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
     - A call within a thought ends the thought: models forget the mark that does.
     - A thought of white space alone is none: some models write an empty one if they do not think.
+    - Where a limit has cut a call before its arguments began, what was written of it is dropped: it is
+      neither a call nor text. The same holds for a mark of calls that was cut. A mark with other words behind
+      it stays text.
 
     Args:
         format: How the model writes.
@@ -68,6 +77,7 @@ class ReplyParser:
         if calls is not None:
             searched += calls.begins + calls.frames + calls.closers
         self._marks = Marks(searched)
+        self._call_marks = Marks(() if calls is None else calls.begins + calls.frames + calls.closers)
         # Where the prompt ends within the header of a message, the reply may go on with its recipient.
         self._channels = (
             (CHANNEL, START, "to=") if calls is not None else (CHANNEL, START)
@@ -88,9 +98,13 @@ class ReplyParser:
             self._source.add(mark, special=True)
         return self._advance()
 
-    def end(self) -> list[Event]:
-        """The events that were held back, at the end of the reply; nothing may be added afterwards."""
-        self._source.ended = True
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """The events that were held back, at the end of the reply; nothing may be added afterwards.
+
+        Args:
+            cut: A limit of tokens has ended the reply.
+        """
+        self._source.ended, self._source.cut = True, cut
         return self._advance()
 
     def _advance(self) -> list[Event]:
@@ -108,6 +122,8 @@ class ReplyParser:
             return
         while mark := (yield from self._source.pass_to(self._marks, self._text, forget=True)):
             yield from self._at_mark(mark)
+        if self._source.cut and self._frame_is_pending():  # a call was to follow
+            self._pending = ""
         self._flush()
 
     def _beginning(self) -> Reading[bool]:
@@ -184,17 +200,40 @@ class ReplyParser:
         assert calls is not None
         begin = source.at - len(mark)
         sink.attempt(begin, self._pending)
+        source.ran_out = False
         try:
             yield from read_calls(source, sink, calls, mark, self._tools)
         except MalformedError:
             if sink.open:
+                if source.cut_short:
+                    source.skip_rest()
                 sink.broken()
                 self._follows = ""
+            elif source.cut_short and self._began_call(source.rest(begin + len(mark)), mark):
+                self._pending = ""
+                source.skip_rest()
             elif sink.complete:
                 source.at = sink.start
             else:
                 source.at = begin + len(mark)
                 self._text(mark)
+
+    def _began_call(self, written: str, mark: str) -> bool:
+        """Whether the text behind a mark is the beginning of a call, not of other words.
+
+        Args:
+            written: The text, to the end of the reply.
+            mark: The mark; empty at the beginning of a reply.
+        """
+        if mark or self._sink.complete:
+            head = _HEAD.match(written.strip(SPACE))
+            return head is None or len(head.group().split()) <= 1
+        name = _BARE_NAME.search(written)
+        if name is None:
+            return False
+        if name[2]:
+            return name[1] in self._tools
+        return len(name[1]) >= LEAST_PART and any(tool.startswith(name[1]) for tool in self._tools)
 
     def _begin_call(self) -> None:
         """A call has begun: the white space before it is dropped, and it ends a thought."""
@@ -203,6 +242,9 @@ class ReplyParser:
 
     def _text(self, piece: str) -> None:
         """Emit text; white space at its end waits until it is known what follows."""
+        if self._source.cut:  # where a call is likely, any part of a mark is one
+            least = 1 if self._follows == "call" or self._frame_is_pending() else LEAST_PART
+            piece = self._source.without_part(piece, self._call_marks, least)
         if self._closes:
             if not piece.strip(SPACE) and (self._pending or not self._thinks):
                 self._pending += piece
@@ -221,6 +263,9 @@ class ReplyParser:
             self._pending = piece[len(body) :]
         elif not self._follows:
             self._pending += piece
+
+    def _frame_is_pending(self) -> bool:
+        return self._calls is not None and any(frame in self._pending for frame in self._calls.frames)
 
     def _cuts_closer(self, piece: str) -> bool:
         """Whether the text, behind a call and at the end of the reply, is a part of the mark behind it."""

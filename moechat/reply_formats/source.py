@@ -15,6 +15,8 @@ _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
 
 SPACE = " \t\r\n"
+# A part of a mark that is at least so long is taken for one where a limit cuts the reply: `<` is mostly text.
+LEAST_PART = 3
 
 
 class MalformedError(Exception):
@@ -53,6 +55,8 @@ class Source:
     Attributes:
         at: The position; readers move it, and may move it back to where they began.
         ended: No more text comes.
+        cut: It has ended because a limit has cut it.
+        ran_out: A reader wanted more text than there is; whoever asks sets it back before.
     """
 
     def __init__(self) -> None:
@@ -60,6 +64,8 @@ class Source:
         self._special: list[tuple[int, int]] = []  # places of special tokens
         self.at = 0
         self.ended = False
+        self.cut = False
+        self.ran_out = False
 
     def add(self, text: str, *, special: bool = False) -> None:
         """Append text that has arrived."""
@@ -85,6 +91,33 @@ class Source:
         """Whether the text between two positions arrived as a special token."""
         return (begin, end) in self._special
 
+    def without_part(self, piece: str, marks: Marks, least: int) -> str:
+        """A piece of text without a part of a mark at its end, if a limit has cut the reply there.
+
+        Args:
+            piece: Stands at the position.
+            marks: The marks.
+            least: Characters of the shortest part that is not taken for text.
+        """
+        if self.cut and self.at + len(piece) >= len(self._text):
+            part = marks.held(piece, 0)
+            if part >= least:
+                return piece[:-part]
+        return piece
+
+    def rest(self, begin: int) -> str:
+        """The text from a place on."""
+        return self._text[begin:]
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a reader wanted more text where a limit has cut the reply."""
+        return self.cut and self.ran_out
+
+    def skip_rest(self) -> None:
+        """Move behind all text."""
+        self.at = len(self._text)
+
     @property
     def exhausted(self) -> bool:
         """Whether all text has been read and no more comes."""
@@ -102,6 +135,7 @@ class Source:
         length = len(self._text)
         while len(self._text) == length:
             if self.ended:
+                self.ran_out = True
                 return False
             yield
         return True
@@ -123,9 +157,10 @@ class Source:
         longest = max(map(len, options))
         while True:
             here = self._text[self.at : self.at + longest]
-            if self.ended or not any(
-                len(option) > len(here) and option.startswith(here) for option in options
-            ):
+            if not any(len(option) > len(here) and option.startswith(here) for option in options):
+                break
+            if self.ended:
+                self.ran_out = True
                 break
             yield
         found = max((option for option in options if here.startswith(option)), key=len, default="")

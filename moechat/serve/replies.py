@@ -122,8 +122,9 @@ class Reply:
             events = self.parser.special(self.begun.token_text(step.token_id))
         if drawn.stats is not None:
             if self.parser is not None:
-                last = self.parser.end()
-                events += _cut(last) if step.finish_reason == "length" else last
+                cut = step.finish_reason == "length"
+                last = self.parser.end(cut=cut)
+                events += _cut(last) if cut else last
             self.finish_reason, self.stop, self.stats = step.finish_reason, step.stop, drawn.stats
         self._seen += events
         if events:

@@ -218,7 +218,7 @@ def test_lines_of_a_prompts_file_have_values_of_their_own(
     assert file.ignored == {}
     model = engine("a", "b", "c")
     options = RunOptions(model="m", jsonl=str(path), template_option=["reasoning_effort=low"], quiet=True)
-    assert answer_jsonl(model, file, options) != 0  # two lines have errors
+    assert answer_jsonl(OneModel(model), file, options) != 0  # two lines have errors
     assert model.template_options == [
         {"reasoning_effort": "low"},
         {"reasoning_effort": "high"},

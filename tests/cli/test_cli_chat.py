@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from chat_support import RecordedOutput, ScriptedEngine, ScriptedReader
+from chat_support import OneModel, RecordedOutput, ScriptedEngine, ScriptedReader
 from cli_support import Cli
 from places import SUPPORT
 
@@ -40,7 +40,7 @@ def test_an_interrupted_single_answer_is_still_one_json_object(capsys: pytest.Ca
     try:
         options = RunOptions(model="scripted", json=True)
         recorder = Recorder(None, lambda text, hint: None)
-        assert _answer_once(engine, "first", options, Conversation(), recorder) == 130  # type: ignore[arg-type]
+        assert _answer_once(OneModel(engine), "first", options, Conversation(), recorder) == 130  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, handler)
     report = json.loads(capsys.readouterr().out)
@@ -73,7 +73,7 @@ def test_a_single_answer_in_a_conversation_is_saved_however_it_ends(
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(raised) if raised else nullcontext():
-            _answer_once(engine, "first", options, Conversation(), recorder)  # type: ignore[arg-type]
+            _answer_once(OneModel(engine), "first", options, Conversation(), recorder)  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, handler)
         recorder.close()
@@ -94,7 +94,7 @@ def test_an_answer_to_a_closed_pipe_is_saved(cli: Cli, model: str, tmp_path: Pat
 
 SINGLE = """
 import sys
-from chat_support import RecordedOutput, ScriptedEngine, ScriptedReader
+from chat_support import OneModel, RecordedOutput, ScriptedEngine, ScriptedReader
 from moechat.history.conversation import Conversation
 from moechat.chat.session_recorder import Recorder
 from moechat.cli.commands.run_arguments import RunOptions
@@ -105,7 +105,7 @@ options = RunOptions(model="scripted", **{options!r})
 prompt = "first"
 if options.completion:
     prompt = engine.encode([{{"role": "user", "content": "first"}}])
-sys.exit(_answer_once(engine, prompt, options, Conversation(), Recorder(None, print)))
+sys.exit(_answer_once(OneModel(engine), prompt, options, Conversation(), Recorder(None, print)))
 """
 
 

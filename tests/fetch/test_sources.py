@@ -74,7 +74,7 @@ def all_sources() -> list[Source]:
 
 
 def speed(rate: float, *, far: str | None = None, bits: int = 4) -> Expected:
-    return Expected(rate, None, None, "measured", 1, 1, bits, 1, 1, 1.0, far, 1)  # type: ignore[arg-type]
+    return Expected(rate, None, None, "measured", 1, 1, bits, 1, 1, 1.0, far, 1, "ram")  # type: ignore[arg-type]
 
 
 def test_sources_are_complete_models_with_the_size_of_their_weights() -> None:

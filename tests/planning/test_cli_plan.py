@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -268,3 +270,54 @@ def test_help_documents_the_keys(cli: Cli, config: str) -> None:
         inner = value[0] if isinstance(value, list) else value
         if isinstance(inner, dict):
             assert (listed[1] or "").split(", ") == list(inner), name
+
+
+def test_known_models_are_listed_with_the_best_choices_first(cli: Cli) -> None:
+    result = cli.call("plan", "--list-models", "--ram", "16G", *GPU)
+    assert (result.status, result.err) == (0, "")
+    title, header, *lines = result.out.decode().splitlines()
+    assert title.startswith("known models on ")
+    assert title.endswith("RAM 16G; the best choices first")
+    assert header.split("  ")[0] == "name"
+    rows = lines[: lines.index("")]
+    assert all(len(row) <= 80 for row in (header, *rows))
+    assert {"mixtral", "qwen3.6", "olmoe"} <= {row.split()[0] for row in rows}
+    assert any(line.startswith("not here: ") and "of VRAM at least" in line for line in lines)
+    first = rows[0].split()[0]
+    assert f"`moechat plan {first} --gpu rtx3060-12g --ram 16G`" in result.out.decode()
+
+
+def test_a_machine_that_is_too_small_for_all_known_models_is_no_error(cli: Cli) -> None:
+    result = cli.call("plan", "--list-models", "--ram", "100M")
+    assert (result.status, result.err) == (0, "")
+    assert re.search(
+        r"none of the \d+ known models fits; the smallest is olmoe: it needs \S+ GiB of RAM",
+        result.out.decode(),
+    )
+    found = json.loads(cli.call("plan", "--list-models", "--ram", "100M", "--json").out)
+    assert [entry["speed"] for entry in found] == [None] * len(found)
+    listed = ["name", "repository", "speed", "refused", "least_bytes"]
+    assert all(list(entry) == listed for entry in found)
+    text = " ".join(cli.call("plan", "--help").out.decode().split())
+    assert "a list of name, repository, speed (as of search; low and high are null), refused" in text
+
+
+def test_a_list_of_models_takes_no_model_and_no_missing_gpu(cli: Cli) -> None:
+    for arguments, said in (
+        (("mixtral", "--list-models"), "leave out MODEL"),
+        (("--list-models", "--vram", "12G"), "--vram needs a GPU"),
+        (("--list-models", "--gpu", "no-such-card"), "no-such-card"),
+    ):
+        result = cli.call("plan", *arguments)
+        assert (result.status, result.out) == (2, b"")
+        assert said in result.err
+
+
+def test_a_list_of_models_needs_no_torch() -> None:
+    code = (
+        "import sys; from moechat.cli.main import main\n"
+        "assert main(['plan', '--list-models', '--ram', '3G']) == 0\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "olmoe" in done.stdout

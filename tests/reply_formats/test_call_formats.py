@@ -8,7 +8,16 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reply_support import CUTS, TOOLS, call_marks, divided, parse, parse_tokens, same_however_divided
+from reply_support import (
+    CUTS,
+    TOOLS,
+    call_marks,
+    divided,
+    parse,
+    parse_cut,
+    parse_tokens,
+    same_however_divided,
+)
 
 from moechat.reply_formats import (
     FORMATS,
@@ -291,6 +300,92 @@ def test_a_cut_reply_has_no_call_that_was_not_written(name: str, text: str) -> N
         reply = whole_reply(events)
         assert list(reply.calls) == list(whole_reply(parse(FORMATS[name], text)).calls)[: len(reply.calls)]
         assert not any(isinstance(event, CallBroken) for event in events)
+
+
+HERMES = (
+    "hermes",
+    f'Sure.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+)
+
+
+@pytest.mark.parametrize(("name", "text"), [HERMES, *WRITTEN])
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_call_that_a_limit_cuts_leaves_no_part_of_it_in_the_text(name: str, text: str, hold: bool) -> None:
+    found = FORMATS[name]
+    whole = whole_reply(parse(found, text))
+    for length in range(len(text)):
+        events = parse_cut(found, text[:length], hold_calls=hold)
+        assert parse_cut(found, list(text[:length]), hold_calls=hold) == events
+        shown = "".join(event.text for event in events if isinstance(event, Text))
+        # One or two characters may be the beginning of a mark, or an answer's own.
+        assert re.fullmatch(r"(Sure\.|S|Su|Sur|Sure|)\s*([<\[\]].?)?", shown), (length, shown)
+        assert list(whole_reply(events).calls) == list(whole.calls)[: len(whole_reply(events).calls)]
+        begun = [event for event in events if isinstance(event, CallBegin)]
+        ended = [event for event in events if isinstance(event, CallEnd | CallBroken)]
+        assert len(begun) == len(ended)
+
+
+@pytest.mark.parametrize(("name", "text"), [HERMES, *WRITTEN])
+def test_marks_that_are_special_tokens_are_dropped_where_a_limit_cuts_behind_them(
+    name: str, text: str
+) -> None:
+    special = call_marks(FORMATS[name])
+    pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, special))})", text) if piece]
+    for count in range(1, len(pieces)):
+        events = parse_cut(FORMATS[name], pieces[:count], special)
+        shown = "".join(event.text for event in events if isinstance(event, Text))
+        # DeepSeek writes `<` before its special token: that alone may be an answer's own.
+        assert shown.removesuffix("<").strip() in ("Sure.", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "Write <tool_call> before"),
+        ("hermes", "a <tool_call>[1] is"),
+        ("hermes", 'a <tool_call>{"x": 1}'),
+        ("glm", "Write <tool_call> and then the name"),
+        ("qwen-xml", "The frame <tool_call> stands around <function=name of it"),
+        ("mistral", "[TOOL_CALLS] is a mark"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜> is a mark"),
+        ("kimi", "<|tool_call_begin|> is a mark"),
+        ("gemma", "<|tool_call>call me"),
+        ("lfm2", "<|tool_call_start|>a + b"),
+        ("hermes", "if a <"),
+        ("hermes", "the tag <table"),
+        ("qwen-xml", "a <f"),
+        ("llama3", '{"name": "Bob", "par'),
+        ("llama3", '{"name": "n'),
+        ("llama3", '{"temperature": 2'),
+        ("llama4", "[1, 2"),
+        ("llama4", "[later(a"),
+    ],
+)
+def test_text_that_is_no_call_stays_where_a_limit_cuts_it(name: str, text: str) -> None:
+    assert parse_cut(FORMATS[name], text) == [Text(text)]
+    assert parse_cut(FORMATS[name], list(text)) == [Text(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3", '{"name": "get_wea'),
+        ("llama3", '{"name": "get_weather", "par'),
+        ("llama3", '{"type": "function", "name": "now"'),
+        ("llama4", "[get_wea"),
+        ("llama4", '[get_weather(city="New Yo'),
+    ],
+)
+def test_a_call_without_a_mark_is_dropped_if_it_names_a_tool(name: str, text: str) -> None:
+    assert parse_cut(FORMATS[name], text) == []
+    assert parse(FORMATS[name], text) == [Text(text)]  # not cut by a limit
+
+
+def test_without_tools_nothing_is_dropped() -> None:
+    parser = ReplyParser(FORMATS["hermes"])
+    events = [*parser.feed('see <tool_call>{"name": '), *parser.feed("<tool_ca"), *parser.end(cut=True)]
+    assert merged(events) == [Text('see <tool_call>{"name": <tool_ca')]
 
 
 @EACH

@@ -226,7 +226,7 @@ def test_a_server_without_a_model_is_not_used_and_one_that_is_gone_is_named(home
         engine = ServerEngine(path, facts)
         with pytest.raises(ModelNotFoundError):
             engine.encode("x")
-    with pytest.raises(NoModelError, match="gone"):
+    with pytest.raises(NoModelError, match="has ended"):
         engine.encode("x")
     engine.close()
 

@@ -186,7 +186,7 @@ def test_the_demo_calls_a_tool_and_answers_from_its_result(demo: ServerProcess) 
         assert word in (answer.message.content or "")
 
 
-@pytest.mark.parametrize("limit", [20, 34, 40, 44, 47, 50])
+@pytest.mark.parametrize("limit", [4, 8, 20, 34, 40, 44, 47, 50])
 def test_a_call_that_the_limit_cuts_is_the_same_in_a_stream_and_told_once(
     client: httpx.Client, limit: int
 ) -> None:
@@ -213,10 +213,45 @@ def test_a_call_that_the_limit_cuts_is_the_same_in_a_stream_and_told_once(
     )
     assert [one["name"] for one in calls] == [one["name"] for one in functions if "name" in one]
     assert whole["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == "length"
-    assert bool(text) == (not calls)
+    assert text == ""  # nothing of the call, also where its name is not complete
     assert len(calls) == (limit > 20)
     if limit >= 44:
         assert json.loads(arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("limit", [8, 20])
+def test_a_call_without_its_whole_name_is_an_empty_answer_in_all_protocols(
+    client: httpx.Client, limit: int
+) -> None:
+    question = "What is the weather in Paris?"
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    common = {"model": "demo", "temperature": 0}
+    message = client.post(
+        "/v1/messages",
+        json={
+            **common,
+            "max_tokens": limit,
+            "messages": [{"role": "user", "content": question}],
+            "tools": [{"name": "get_weather", "input_schema": city}],
+        },
+    ).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert "".join(block.get("text", "") for block in message["content"]) == ""
+    response = client.post(
+        "/v1/responses",
+        json={
+            **common,
+            "max_output_tokens": limit,
+            "input": question,
+            "tools": [{"type": "function", "name": "get_weather", "parameters": city}],
+        },
+    ).json()
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert "get_w" not in json.dumps(response["output"])
+    assert "<tool_call>" not in json.dumps(response["output"])
 
 
 def test_responses_have_calls_and_take_their_results(api: openai.OpenAI, options: dict[str, Any]) -> None:

@@ -154,6 +154,9 @@ class OneModel:
     def use(self, name: str) -> None:
         self.engine = self._others[name]
 
+    def load_here(self) -> None:
+        self.engine = self._others["here"]
+
 
 @dataclass
 class RecordedOutput:

@@ -63,6 +63,17 @@ def parse_tokens(
     return merged([*events, *parser.end()])
 
 
+def parse_cut(
+    format: ReplyFormat, pieces: str | Sequence[str], special: Sequence[str] = (), **arguments: Any
+) -> list[Event]:
+    """Merged events of a reply that a limit of tokens has cut; some of the pieces are special tokens."""
+    parser = ReplyParser(format, TOOLS, **arguments)
+    events: list[Event] = []
+    for piece in [pieces] if isinstance(pieces, str) else pieces:
+        events += parser.special(piece) if piece in special else parser.feed(piece)
+    return merged([*events, *parser.end(cut=True)])
+
+
 def divided(text: str, cuts: Sequence[int]) -> list[str]:
     """The text cut at these places."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})

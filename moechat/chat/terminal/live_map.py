@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from moechat.errors import MoechatError
 
 if TYPE_CHECKING:
-    from moechat.chat.interfaces import ChatEngine
     from moechat.steps import Step
 
 # At most 8 maps a second, and at most a fiftieth of the time for them.
@@ -135,18 +134,21 @@ class LiveMap:
 
 
 def live_map(
-    engine: ChatEngine, format_map: Callable[[Any, int, int], Sequence[str]], *, keep: bool
+    find_map: Callable[[], Any], format_map: Callable[[Any, int, int], Sequence[str]], *, keep: bool
 ) -> LiveMap:
     """A map of an engine's experts on stderr; see :class:`LiveMap`.
 
     Args:
-        engine: One that knows where its experts are.
+        find_map: Returns where its experts are now; ``None``: nothing is known about that.
         format_map: Returns the lines of a map within most columns and most rows.
         keep: Leave the last map below the answer.
     """
-    return LiveMap(
-        sys.stderr, lambda columns, rows: format_map(engine.expert_map(), columns, rows), keep=keep
-    )
+
+    def draw(columns: int, rows: int) -> Sequence[str]:
+        found = find_map()
+        return [] if found is None else format_map(found, columns, rows)
+
+    return LiveMap(sys.stderr, draw, keep=keep)
 
 
 class _Above:

@@ -64,6 +64,7 @@ class ModelSlot:
         name: The first model.
         bits: The bits that ``load`` uses, to choose between stores of one name.
         choice: Finds presets and other servers by name; ``None``: names are those of models of this machine.
+        load_here: Like ``load``, but in this process though a server may have the model in memory.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class ModelSlot:
         bits: int | None = None,
         *,
         choice: ModelChoice | None = None,
+        load_here: Callable[[str], ChatEngine] | None = None,
     ) -> None:
         self._load = load
+        self._load_here = load_here or load
         self._bits = bits
         self._choice = choice
         self._name = name
@@ -112,6 +115,19 @@ class ModelSlot:
             self._replace(name)
         self._name = name
         return None if self._choice is None else self._choice.use(name)
+
+    def load_here(self) -> None:
+        """Load the model in this process, in place of one of a server that has ended.
+
+        The engine of the server stays until the model is loaded, so that a later message tries again.
+
+        Raises:
+            MoechatError: It cannot be loaded.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        engine = self._load_here(self._name)
+        self.close()
+        self._engine = engine
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether the old or the new model is that of another server.

@@ -78,7 +78,7 @@ class Offer:
         except DoesNotFitError as error:
             raise DoesNotFitError(
                 f"{self.model} does not fit here: {error}",
-                hint=f"free memory, or choose a smaller model: moechat help which-model, moechat search; "
+                hint=f"free memory, or choose a smaller model: moechat plan --list-models; "
                 f"moechat download {self.model} --bits {USUAL_BITS} fetches it all the same",
                 least_bytes=error.least_bytes,
             ) from error

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _BITS_PER_SECOND = 100_000_000  # assumed rate, named with the estimated time
 _TOO_SMALL_BUDGET = 1 << 20  # makes planning name the least
 _MOST_SOURCES = 3
+ASSUMED = (
+    "speeds are those of an ordinary desktop: this machine has not been measured (`moechat profile`, 20 s)"
+)
 _BASIS: Mapping[str, str] = {
     "measured": "by what was measured of this machine",
     "estimate": "by figures of this machine, some of them published or estimates",

@@ -28,11 +28,11 @@ from moechat.cli.commands.prompts_file import (
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.terminal.consoles import print_notice, write_json_line
 from moechat.cli.terminal.prompt_progress import PromptProgress
-from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError, UsageError
+from moechat.errors import DeviceLostError, MoechatError, ServerEndedError, StoreDamagedError, UsageError
 from moechat.safe_text import one_line
 
 if TYPE_CHECKING:
-    from moechat.chat.interfaces import ChatEngine
+    from moechat.chat.interfaces import ChatEngine, Models
 
 _INTERRUPTED = 128 + signal.SIGINT
 _MOST_KEYS = 8
@@ -111,7 +111,7 @@ class _Line:
     interrupted: bool = False
 
 
-def answer_jsonl(engine: ChatEngine, file: PromptsFile, options: RunOptions) -> int:
+def answer_jsonl(models: Models, file: PromptsFile, options: RunOptions) -> int:
     """Answer all prompts, writing an object to stdout after each, in the order of the file.
 
     The object of a line that is no prompt, or of a prompt that fails (for example, blank or too long), has an
@@ -126,9 +126,9 @@ def answer_jsonl(engine: ChatEngine, file: PromptsFile, options: RunOptions) -> 
     """
     entries: list[FilePrompt | BadLine] = sorted([*file.prompts, *file.bad], key=lambda entry: entry.line)
     if options.remote is None:
-        lines = (_answer_line(engine, entry, options) for entry in entries)
+        lines = _in_turn(models, entries, options)
     else:
-        lines = _side_by_side(engine, entries, options)
+        lines = _side_by_side(models.engine, entries, options)
     status = tokens = failed = 0
     with (
         PromptProgress(len(entries), "answering", "answered", quiet=options.quiet) as progress,
@@ -146,6 +146,19 @@ def answer_jsonl(engine: ChatEngine, file: PromptsFile, options: RunOptions) -> 
     if failed and not options.quiet:
         print_notice(f"{failed} of {len(entries)} prompts were not answered; their lines have an error")
     return status
+
+
+def _in_turn(
+    models: Models, entries: Sequence[FilePrompt | BadLine], options: RunOptions
+) -> Generator[_Line, None, None]:
+    """Answer the lines one after the other."""
+    for entry in entries:
+        try:
+            line = _answer_line(models.engine, entry, options)
+        except ServerEndedError:  # nothing of the line is written yet, so it is answered again
+            models.load_here()
+            line = _answer_line(models.engine, entry, options)
+        yield line
 
 
 def _side_by_side(
@@ -201,7 +214,7 @@ def _answer_line(engine: ChatEngine, entry: FilePrompt | BadLine, options: RunOp
         if isinstance(entry, BadLine):
             raise UsageError(entry.reason)
         _answer(engine, entry, options, replies)
-    except (StoreDamagedError, DeviceLostError):
+    except (StoreDamagedError, DeviceLostError, ServerEndedError):
         raise
     except MoechatError as error:
         result["error"] = str(error)

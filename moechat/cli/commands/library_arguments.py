@@ -27,7 +27,7 @@ HF_ENDPOINT and HF_HUB_OFFLINE are used.
 source_format, files, weight_files, download_bytes, missing_bytes, store_bytes, disk_bytes (at its peak), \
 free_bytes, ram_least_bytes, ram_all_bytes, ram_available_bytes, download_s (at 100 Mbit/s), convert_s, \
 overlap (of download and conversion), speed (on this machine: tokens_per_s, low, high, basis, bits, \
-expert_bytes, resident_share, far, near_bytes), source (for an alias: why, others: name and bytes), \
+expert_bytes, resident_share, far, near_bytes, near), source (for an alias: why, others: name and bytes), \
 destination, finished (the model is in the library). Figures are from before the download; null means unknown.
 """
 _DOWNLOAD_EXAMPLES = """\
@@ -47,8 +47,8 @@ others why they do not. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are used.
 
 --json: a list of objects with repository, commit, licence, downloads, base (the model that its files were \
 made from), name (for `moechat download`), download_bytes, bits, speed (tokens_per_s, low, high, basis, \
-parameters, active_parameters, bits, store_bytes, expert_bytes, resident_share, far, near_bytes), refused \
-(the reason). null means unknown, or not run here.
+parameters, active_parameters, bits, store_bytes, expert_bytes, resident_share, far, near_bytes, near), \
+refused (the reason). null means unknown, or not run here.
 """
 _SEARCH_EXAMPLES = """\
 moechat search qwen3.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from moechat.cli.commands.run_arguments import RunOptions
@@ -10,7 +11,11 @@ from moechat.config import user_paths
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
+    from moechat.chat.interfaces import ChatEngine
     from moechat.remote.server_engine import ServerEngine
+
+# Seconds for a server that shuts down: it ends its answers, then frees the model.
+_END_S = 15.0
 
 
 def loaded_by_a_server(options: RunOptions) -> ServerEngine | None:
@@ -37,3 +42,15 @@ def loaded_by_a_server(options: RunOptions) -> ServerEngine | None:
             print_notice(f"the server with the number {server.pid} has {found['name']} in memory and answers")
         return ServerEngine(server.socket, found)
     return None
+
+
+def wait_for_its_end(engine: ChatEngine) -> None:
+    """Wait until the server of an engine has ended: before that it still holds the memory of the model."""
+    from moechat.remote.server_engine import ServerEngine
+    from moechat.serve.registry import running_servers
+
+    ends = time.monotonic() + _END_S
+    while isinstance(engine, ServerEngine) and time.monotonic() < ends:
+        if all(server.socket != engine.socket for server in running_servers()):
+            return
+        time.sleep(0.05)

@@ -43,6 +43,10 @@ def plan(command: PlanCommand) -> int:
     """Make the plan and show it; returns the exit status."""
     if command.list_gpus:
         return _list_gpus()
+    if command.list_models:
+        from moechat.cli.commands.plan_models import list_models
+
+        return list_models(command)
     assert command.model is not None
     import moechat
 

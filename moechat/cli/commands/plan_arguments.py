@@ -17,6 +17,10 @@ Show whether a model fits, its expected speed and what limits that, without load
 With --vram or --gpu, plans for a GPU, otherwise for this machine as `moechat run` uses it. The \
 model need not be downloaded: the shapes of known models are built in; others need only a config.json.
 
+--list-models shows which of the known models fit, and how fast each is: the largest that gives at least \
+10 tokens a second first, then those with 5, then slower ones. --gpu, --vram, --ram and the other options \
+hold for it too. It simulates one strategy, so its speeds can differ by some percent from those of the plan.
+
 --json: model (name, type, parameters, active_parameters, bits, experts_form, dtype, dense_bits, \
 dense_weights, kv_bits, weights, source_format, expert_layers, experts, top_k, blocks_per_expert, \
 expert_bytes), machine (name, \
@@ -30,7 +34,9 @@ measured on the machine, published, or assumed. cpu_range is null unless the rat
 an estimate with a range; it has bytes_per_s, and low and high: the same plan made with the ends of the \
 range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, strategy). \
 routing_range is null where the routing of the model was recorded or all experts are near; else low and \
-high (tokens_per_s, hit_rate) are the speed if it routes more and less evenly than expected.
+high (tokens_per_s, hit_rate) are the speed if it routes more and less evenly than expected. With \
+--list-models: a list of name, repository, speed (as of search; low and high are null), refused (why it \
+does not run there, or null), least_bytes (the smallest memory that it needs, where it does not fit).
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g
@@ -38,6 +44,8 @@ moechat plan mixtral --vram 12G --gpu rtx3060-12g
 moechat plan qwen3 --ram 8G
 
 moechat plan ./config.json --gpu rtx4090-24g --ctx 8192 --json
+
+moechat plan --list-models --vram 12G --gpu rtx3060-12g
 
 moechat plan --list-gpus
 """
@@ -103,13 +111,18 @@ class PlanCommand(ServingOptions):
         flag("Also memory part by part, layers, figures, other budgets and notes.", "--verbose", "-v"),
     ] = False
     json: Annotated[bool, flag("Print the plan as one JSON object.", "--json")] = False
+    list_models: Annotated[
+        bool, flag("Show which known models fit, how fast and how large they are, and exit.", "--list-models")
+    ] = False
     list_gpus: Annotated[bool, flag("Show the reference machines and exit.", "--list-gpus")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is None and not self.list_gpus:
+        if self.list_models and self.model is not None:
+            raise UsageError("--list-models shows all known models; leave out MODEL or the option")
+        if self.model is None and not (self.list_models or self.list_gpus):
             raise UsageError(
-                "MODEL is missing", hint="moechat plan mixtral; moechat plan --help lists the options"
+                "MODEL is missing", hint="moechat plan mixtral; moechat plan --list-models shows what fits"
             )
 
 

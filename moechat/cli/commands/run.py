@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continue
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.live_map import live_map
 from moechat.chat.terminal.output import can_redraw
-from moechat.cli.commands.loaded_model import loaded_by_a_server
+from moechat.cli.commands.chat_backend import ModelSlot
+from moechat.cli.commands.loaded_model import loaded_by_a_server, wait_for_its_end
 from moechat.cli.commands.model_choice import ModelChoice, preset_notice
 from moechat.cli.commands.prompt_input import read_files, read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
@@ -27,7 +28,14 @@ from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.cli.terminal.map_of_experts import live_lines
-from moechat.errors import MoechatError, NoModelError, NotInLibraryError, StoreDamagedError, UsageError
+from moechat.errors import (
+    MoechatError,
+    NoModelError,
+    NotInLibraryError,
+    ServerEndedError,
+    StoreDamagedError,
+    UsageError,
+)
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.history.attachments import attach
@@ -37,7 +45,7 @@ from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
-    from moechat.chat.interfaces import ChatEngine
+    from moechat.chat.interfaces import ChatEngine, Models
     from moechat.chat.session_recorder import Recorder
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -93,17 +101,16 @@ def run(options: RunOptions) -> int:
     if many is not None:
         from moechat.cli.commands.jsonl import answer_jsonl
 
-        with closing(_ready(options, chat=False)) as answering:
-            return answer_jsonl(answering, many, options)
+        with _models(ModelChoice(options), chat=False) as models:
+            return answer_jsonl(models, many, options)
     if prompt is None:
         return _chat(options, files)
     conversation, recorder = _conversation(options)
-    engine = _ready(options, chat=False)
-    try:
-        return _answer_once(engine, prompt, options, conversation, recorder)
-    finally:
-        recorder.close()
-        engine.close()
+    with _models(ModelChoice(options), chat=False) as models:
+        try:
+            return _answer_once(models, prompt, options, conversation, recorder)
+        finally:
+            recorder.close()
 
 
 def _dry_run(options: RunOptions) -> int:
@@ -152,7 +159,7 @@ def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
     from moechat.chat.repl import Chat
     from moechat.chat.terminal.held_keys import held_keys
     from moechat.chat.terminal.reader import has_editor
-    from moechat.cli.commands.chat_backend import ModelSlot, StderrStatus
+    from moechat.cli.commands.chat_backend import StderrStatus
     from moechat.history.session_database import sessions_path
 
     conversation, _ = _conversation(options)
@@ -160,7 +167,7 @@ def _chat(options: RunOptions, files: list[tuple[str, str]]) -> int:
     # Text typed while the model loads becomes the first message.
     with (
         held_keys if has_editor() else nullcontext(),
-        ModelSlot(lambda name: _ready(choice.options(name), chat=True), choice.name, choice=choice) as models,
+        _models(choice, chat=True) as models,
     ):
         status = Chat(
             models,
@@ -196,6 +203,24 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
     found = resume_conversation(path, options.chat, name, notify)
     recorder = Recorder(path if options.save else None, notify, once=True)
     return found or Conversation(system=options.system_prompt), recorder
+
+
+def _models(choice: ModelChoice, *, chat: bool) -> ModelSlot:
+    """The model that is ready to answer; a context manager that closes it."""
+    models: ModelSlot
+
+    def load(name: str) -> ChatEngine:
+        return _ready(choice.options(name), chat=chat)
+
+    def load_here(name: str) -> ChatEngine:
+        options = choice.options(name)
+        if not options.quiet:
+            print_notice(f"the server ended; loading {name} here")
+        wait_for_its_end(models.engine)
+        return _ready(replace(options, no_daemon=True), chat=chat)
+
+    models = ModelSlot(load, choice.name, choice=choice, load_here=load_here)
+    return models
 
 
 def _ready(options: RunOptions, *, chat: bool) -> ChatEngine:
@@ -319,7 +344,7 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
 
 
 def _answer_once(
-    engine: ChatEngine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
+    models: Models, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
 ) -> int:
     """Answer the prompt, show the answer, and save it with a resumed conversation, even if it is incomplete.
 
@@ -329,13 +354,15 @@ def _answer_once(
     Raises:
         MoechatError: The answer failed, before or after its first token, or it cannot be written.
     """
-    live = live_map(engine, live_lines, keep=True) if options.watch else None
+    live = None
+    if options.watch:
+        live = live_map(lambda: models.engine.expert_map(), live_lines, keep=True)
     reply, display = Reply(), AnswerDisplay(_view(options), live)
     mark: Mark = ""
     lost: BaseException | None = None
     with OneInterrupt().watching() as interrupts, when_continued(display.moved):
         try:
-            _follow(engine, prompt, options, conversation, reply, display)
+            _answer(models, prompt, options, conversation, reply, display)
             mark = "cut" if reply.finish_reason == "length" else ""
         except KeyboardInterrupt:
             reply.finish_reason, mark = "interrupted", "stopped"
@@ -352,6 +379,7 @@ def _answer_once(
             lost = error
     else:
         display.end_quietly()
+    engine = models.engine
     if reply.text and not options.completion:
         conversation.add(Turn(prompt, reply.text, reply.thinking, mark, engine.name, time.time()))
         recorder.keep(conversation)
@@ -367,6 +395,25 @@ def _answer_once(
     return _INTERRUPTED if mark == "stopped" else 0
 
 
+def _answer(
+    models: Models,
+    prompt: str,
+    options: RunOptions,
+    conversation: Conversation,
+    reply: Reply,
+    display: AnswerDisplay,
+) -> None:
+    display.waiting.start()
+    try:
+        _follow(models.engine, prompt, options, conversation, reply, display)
+    except ServerEndedError:
+        if reply.tokens:  # what is shown cannot be taken back
+            raise
+        with display.waiting.hidden():
+            models.load_here()
+        _follow(models.engine, prompt, options, conversation, reply, display)
+
+
 def _follow(
     engine: ChatEngine,
     prompt: str,
@@ -375,7 +422,6 @@ def _follow(
     reply: Reply,
     display: AnswerDisplay,
 ) -> None:
-    display.waiting.start()
     if options.completion:
         steps = engine.generate(prompt, progress=display.waiting.progress, **options.generation)
         reply.follow(display.following(steps), display.answer)

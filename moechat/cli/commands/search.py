@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.commands.download_text import short_rate
+from moechat.cli.commands.download_text import ASSUMED, short_rate
 from moechat.cli.commands.library_list import write_json
 from moechat.cli.terminal.consoles import print_notice, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from moechat.fetch.search import Candidate, Hit
 
 _MOST = 50
-_ASSUMED = (
-    "speeds are those of an ordinary desktop: this machine has not been measured (`moechat profile`, 20 s)"
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def search(command: SearchCommand) -> int:
         return 0
     write_output(sys.stdout, _text(found))
     if any(candidate.expected is not None and candidate.expected.basis == "assumed" for candidate in found):
-        say(_ASSUMED)
+        say(ASSUMED)
     return 0
 
 
