@@ -11,7 +11,7 @@ import pytest
 
 import moechat  # noqa: F401 - sets how torch's threads wait, before a test imports torch
 
-pytest_plugins = ["quick_run"]
+pytest_plugins = ["selection"]
 
 # Programs that tests start shall start as fast as an installed one, whose compiled modules are kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

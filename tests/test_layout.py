@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from places import ROOT, SCRIPTS, TESTS
-from quick_run import slow_tests
+from selection import slow_tests
 
 ROOMS = sorted(file.parent.name for file in (ROOT / "moechat").glob("*/__init__.py"))
 # Beside the rooms of the package: its single modules, the native core, the developers' scripts, a GPU, other
