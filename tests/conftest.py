@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import moechat  # noqa: F401 - sets how torch's threads wait, before a test imports torch
 
 pytest_plugins = ["selection"]
+
+# Examples take longer on a busy machine, which is no failure; a test that hangs ends by pytest's own limit.
+settings.register_profile("moechat", deadline=None)
+settings.load_profile("moechat")
 
 # Programs that tests start shall start as fast as an installed one, whose compiled modules are kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -38,8 +38,8 @@ _FEWEST_TOKENS = 3
 # Tokens that a trial is taken to need to drop a slow rival.
 _DROP_TOKENS = 6
 # A trial may lose this many tokens' time beyond what is allowed, so that a little noise does not end it; and
-# has at least this many tokens, of which the slowest counts as this many times the expected time: a single
-# disturbed token says nothing of the rival.
+# has at least this many tokens, of which the slowest counts as this many times the expected time, unless
+# another one took as long: a single disturbed token says nothing of the rival.
 _SLACK_TOKENS, _FEWEST_LOSING, _MOST_TIMES_EXPECTED = 1, 2, 2.5
 
 
@@ -223,8 +223,9 @@ class Watch:
         """Seconds that the rival on trial has lost so far."""
         if not self._excess:
             return 0.0
-        expected, most = max(self._excess, key=lambda token: token[0] * token[1])
-        counted = min(most, _MOST_TIMES_EXPECTED - 1)
+        *others, (expected, most) = sorted(self._excess, key=lambda token: token[0] * token[1])
+        # Where another token was as slow, it is the rival that is slow.
+        counted = min(most, max([_MOST_TIMES_EXPECTED - 1, *(share for _, share in others)]))
         total = sum(expected * share for expected, share in self._excess)
         return max(0.0, total - expected * (most - counted))
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moechat.trials import Watch
@@ -174,6 +174,7 @@ def test_one_disturbed_token_does_not_exclude_a_faster_rival() -> None:
     wrong=st.lists(st.floats(-0.9, 3.0), min_size=5, max_size=5),
     seed=st.integers(0, 1 << 20),
 )
+@example(gaps=[5.76, 4.71, 0.0, 5.72, 4.14], wrong=[1.0, 0.0, -0.22, 0.0, 0.0], seed=150)
 def test_trials_lose_no_more_than_is_allowed_and_one_trial(
     gaps: list[float], wrong: list[float], seed: int
 ) -> None:
