@@ -155,7 +155,7 @@ def test_a_model_too_large_for_the_memory_is_refused_before_it_is_downloaded(
     assert done.status == 4
     assert "error: qwen3.6 does not fit here: the memory that is available is " in done.err
     assert "; the least that works is " in done.err
-    assert "hint: free memory, or choose a smaller model: moechat help which-model, " in done.err
+    assert "hint: free memory, or choose a smaller model: moechat plan --list-models; " in done.err
     assert not any("/cdn/" in request.path for request in offers.requests)
     given = inside.call("download", "qwen3.6", "--bits", "4", "--dry-run")
     assert given.status == 0, given.err

@@ -68,10 +68,9 @@ def test_options_that_are_named_exist(document: Path) -> None:
             known |= {
                 option for parameter in one.params for option in (*parameter.opts, *parameter.secondary_opts)
             }
+    files = [*(ROOT / "scripts").rglob("*"), ROOT / "tests" / "support" / "selection.py"]
     scripts = "".join(
-        path.read_text(encoding="utf-8")
-        for path in (ROOT / "scripts").rglob("*")
-        if path.is_file() and path.suffix in ("", ".py")
+        path.read_text(encoding="utf-8") for path in files if path.is_file() and path.suffix in ("", ".py")
     )
     for span in spans(document):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
