@@ -104,6 +104,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             Strategy(SELDOM, SELDOM_TITLE, uploading_seldom(fixed)),
             Strategy(STAY, STAY_TITLE, staying(fixed)),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
+            Strategy("whole-link", "whole experts, everything is fetched", replace(whole, miss="fetch")),
             Strategy(CPU_ALONE, "the CPU computes every expert where it lies", cpu_alone(fixed)),
         ]
     return found
