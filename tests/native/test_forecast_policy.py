@@ -15,7 +15,7 @@ from moechat.routing.trace import Trace
 
 DATA = TESTS / "data"
 HALF_LIVES = (4.0, 64.0, 1000.0)
-PRIOR = (0.1, 0.2, 0.5)
+PRIOR = (0.1, 0.2, 0.8)
 NEVER = -1e300
 MASK = (1 << 64) - 1
 

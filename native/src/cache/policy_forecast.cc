@@ -54,7 +54,7 @@ constexpr double kNever = -1e300;
 // Half-lives of the rates in tokens, and the weight of the logarithm of each.
 constexpr int kSpans = 3;
 constexpr double kHalfLives[kSpans] = {4, 64, 1000};
-constexpr float kPrior[kSpans] = {0.1f, 0.2f, 0.5f};
+constexpr float kPrior[kSpans] = {0.1f, 0.2f, 0.8f};
 // Tokens that the first rates count for: even ones, or given ones.
 constexpr double kEvenTokens = 32;
 constexpr double kGivenTokens = 256;
