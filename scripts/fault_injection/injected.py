@@ -88,7 +88,7 @@ class Injected(Phase):
         under = self._run.under
         self._calls, self._reference = self._tally(under)
         if self._reference.status != 0:
-            raise RuntimeError(f"{self.name}: the undisturbed run failed: {self._reference.err}")
+            raise RuntimeError(f"{self.name}: the undisturbed run failed: {self._reference.summary}")
         self._checked = tuple(one for one in under if one not in self._run.trusted)
         self._checked_calls = self._calls
         if self._checked != under and not self._kills:

@@ -47,6 +47,12 @@ class Ran:
     peak_bytes: int
     stopped: str = ""
 
+    @property
+    def summary(self) -> str:
+        """How it ended, for people."""
+        how = f"stopped for {self.stopped}" if self.stopped else f"status {self.status}"
+        return f"{how} after {self.seconds:.1f} s; {self.err[-500:]}"
+
 
 class Programs:
     """Starts the program, from a process that has imported torch, or anew.

@@ -82,7 +82,7 @@ class Signals(Phase):
             replace_tree(self._moment.home, self._home)
         self._reference = self._run_plainly()
         if self._reference.status != 0:
-            raise RuntimeError(f"{self.name}: the undisturbed run failed: {self._reference.err}")
+            raise RuntimeError(f"{self.name}: the undisturbed run failed: {self._reference.summary}")
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
