@@ -55,7 +55,7 @@ class Scene:
         home = self.work / "converted"
         done = self.programs.run(self.answer(self.source), home)
         if done.status != 0:
-            raise RuntimeError(f"the undisturbed run failed: {done.err}")
+            raise RuntimeError(f"the undisturbed run failed: {done.summary}")
         return home
 
     @cached_property
@@ -63,7 +63,7 @@ class Scene:
         """The most memory of a conversion and an answer of :attr:`source`."""
         done = self.undisturbed(self.answer(self.source), self.work / "plain")
         if done.status != 0:
-            raise RuntimeError(f"the undisturbed run failed: {done.err}")
+            raise RuntimeError(f"the undisturbed run failed: {done.summary}")
         return done.peak_bytes
 
     @cached_property
