@@ -11,7 +11,13 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from moechat.confined.tokenising import panics_reported, require_bounded_tokenizer
 from moechat.confined.tokenizer_rules import require_loadable
-from moechat.errors import ModelRulesError, UnsupportedModelError, one_line
+from moechat.errors import (
+    DoesNotFitError,
+    ModelRulesError,
+    StoreDamagedError,
+    UnsupportedModelError,
+    one_line,
+)
 from moechat.models.gguf_splits import LINEAR_PATTERNS
 from moechat.models.side_file_checks import (
     GENERATION,
@@ -20,6 +26,7 @@ from moechat.models.side_file_checks import (
     wrong_value,
 )
 from moechat.store.checkpoint_files import CONFIG_FILE, read_config
+from moechat.store.file_problems import failures_explained
 from moechat.store.side_files import has_tokenizer
 
 
@@ -37,7 +44,9 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the transformers tokenizer in ``directory``; ``None`` if there is none.
 
     Raises:
-        UnsupportedModelError: Its files cannot be read, or require custom code.
+        UnsupportedModelError: Its files cannot be used, or require custom code.
+        StoreDamagedError: The disk fails.
+        DoesNotFitError: The system refuses memory, or open files.
         ModelRulesError: Its rules have no reasonable bound; see :mod:`moechat.confined.tokenizer_rules`.
     """
     if not has_tokenizer(_names_in(directory)):
@@ -47,14 +56,14 @@ def load_tokenizer(directory: Path) -> Any:
         read_config(directory)  # transformers reads it too
     require_loadable(directory / "tokenizer.json")
     try:
-        with panics_reported(f"{directory}"):
+        with failures_explained(directory), panics_reported(f"{directory}"):
             tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), trust_remote_code=False, local_files_only=True
             )
         _ = tokenizer.all_special_ids  # fails without end if unk_token is no token
         require_bounded_tokenizer(tokenizer, f"{directory}", LINEAR_PATTERNS)
         return tokenizer
-    except ModelRulesError:
+    except (ModelRulesError, DoesNotFitError, StoreDamagedError):
         raise
     except Exception as error:
         raise UnsupportedModelError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,10 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, write_byte_tokenizer
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 import moechat
-from moechat.errors import MoechatError
+from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.outlining import outline_model
 from moechat.models.quiet import without_warnings
@@ -162,6 +164,22 @@ def test_any_settings_of_a_tokenizer_are_taken_or_refused(
         refused(use)
     finally:
         path.unlink() if before is None else path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, StoreDamagedError), (errno.EMFILE, DoesNotFitError)]
+)
+def test_a_refused_read_is_not_a_tokenizer_that_cannot_be_used(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[MoechatError]
+) -> None:
+    """Conversions go on, uncalibrated, without a tokenizer that cannot be used, but not on a failing disk."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), str(tokenizer / "tokenizer_config.json"))
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(kind, match=r"tokenizer_config\.json cannot be read: "):
+        load_tokenizer(tokenizer)
 
 
 def test_configurations_reach_transformers_by_one_gate_alone() -> None:
