@@ -12,6 +12,7 @@ from moechat.errors import MoechatError
 from moechat.hub.leftovers import find_leftovers, is_kept_source, variants_of
 from moechat.hub.model_ref import ModelRef
 from moechat.store.lock import exclusive_lock
+from moechat.store.workspace import remove_stale_leftovers
 
 
 class _BusyError(Exception):
@@ -28,6 +29,10 @@ def remove_shards(ref: ModelRef, paths: Paths) -> None:
         ref: The model.
         paths: The user's directories.
     """
+    for item in find_leftovers(ref.name, paths):
+        finished = item.path.parent / item.path.stem.removeprefix(".")
+        if item.path.parent == paths.models and finished.is_dir():
+            remove_stale_leftovers(finished)
     left = [item.path for item in find_leftovers(ref.name, paths)]
     if any(path.parent != paths.sources for path in left):
         return

@@ -233,14 +233,23 @@ def left_by_a_killed_run(program: Cli) -> Path:
     return source
 
 
-def test_shards_of_a_run_that_was_killed_at_its_end_are_removed_by_the_next(inside: Cli, hub: Hub) -> None:
+@pytest.mark.parametrize("workspace", [False, True])
+def test_shards_of_a_run_that_was_killed_at_its_end_are_removed_by_the_next(
+    inside: Cli, hub: Hub, workspace: bool
+) -> None:
     assert inside.call("download", REPOSITORY).status == 0
     assert list(sources(inside).iterdir()) == []
+    finished = set(models(inside).iterdir())
     source = left_by_a_killed_run(inside)
+    if workspace:  # killed between the renaming of the store and the removal of its work directory
+        (models(inside) / ".tiny--moe-chat-4bit.partial").mkdir()
     assert inside.call("download", REPOSITORY, "--dry-run").status == 0
     assert source.exists()
     assert inside.call("download", REPOSITORY).status == 0
     assert list(sources(inside).iterdir()) == []
+    assert {path for path in models(inside).iterdir() if path.suffix != ".lock"} == {
+        path for path in finished if path.suffix != ".lock"
+    }
 
 
 def test_shards_that_another_conversion_may_need_are_left(inside: Cli, hub: Hub) -> None:
