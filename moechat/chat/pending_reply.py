@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moechat.chat.reply import thought_end
-from moechat.errors import PromptTooLongError
+from moechat.errors import PromptTooLongError, ServerEndedError
 
 if TYPE_CHECKING:
     from moechat.chat.chat_options import Generation
-    from moechat.chat.interfaces import ChatEngine
+    from moechat.chat.interfaces import ChatEngine, Models
+    from moechat.chat.reply import Reply
     from moechat.chat.template_options import TemplateOptions
+    from moechat.chat.terminal.answer_view import AnswerDisplay
     from moechat.history.conversation import Conversation
     from moechat.steps import Step
 
@@ -34,6 +36,32 @@ class PendingReply(NamedTuple):
     steps: Iterator[Step]
     thinking: bool
     first_sent: int
+
+
+def follow_or_load_here(
+    models: Models, reply: Reply, display: AnswerDisplay, follow: Callable[[], None]
+) -> None:
+    """Follow an answer; if its server ends before the first token, load the model here and follow again.
+
+    Args:
+        models: Has the engine that ``follow`` uses.
+        reply: What has come of the answer.
+        display: Shows that the answer is waited for.
+        follow: Starts the answer and follows it to its end.
+
+    Raises:
+        ServerEndedError: The server ended after the first token: that is shown already.
+        MoechatError: The model cannot be loaded here, or the answer failed.
+    """
+    display.waiting.start()
+    try:
+        follow()
+    except ServerEndedError:
+        if reply.tokens:
+            raise
+        with display.waiting.hidden():
+            models.load_here()
+        follow()
 
 
 def start_reply(

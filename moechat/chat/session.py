@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.pending_reply import encode_messages, start_reply
+from moechat.chat.pending_reply import encode_messages, follow_or_load_here, start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.session_recorder import Recorder
 from moechat.chat.signals import OneInterrupt, when_continued
@@ -95,7 +95,9 @@ class ChatSession:
             if replace_last:
                 context = Conversation(context.turns[:-1], context.system, first_sent=context.first_sent)
             try:
-                self._answer(context, question, reply, display)
+                follow_or_load_here(
+                    self.models, reply, display, lambda: self._follow(context, question, reply, display)
+                )
                 interrupts.over()
                 mark = "cut" if reply.finish_reason == "length" else ""
             except (StoreDamagedError, DeviceLostError, PromptTooLongError) as error:
@@ -117,19 +119,6 @@ class ChatSession:
                 raise fatal
             self._comment(reply, mark)
         return bool(reply.text)
-
-    def _answer(
-        self, conversation: Conversation, question: str, reply: Reply, display: AnswerDisplay
-    ) -> None:
-        display.waiting.start()
-        try:
-            self._follow(conversation, question, reply, display)
-        except ServerEndedError:
-            if reply.tokens:  # what is shown cannot be taken back
-                raise
-            with display.waiting.hidden():
-                self.models.load_here()
-            self._follow(conversation, question, reply, display)
 
     def _follow(
         self, conversation: Conversation, question: str, reply: Reply, display: AnswerDisplay

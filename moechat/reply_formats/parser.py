@@ -35,9 +35,8 @@ class ReplyParser:
       any mark (Llama): an answer may be JSON too, so it is a call only if it names a tool.
     - A call within a thought ends the thought: models forget the mark that does.
     - A thought of white space alone is none: some models write an empty one if they do not think.
-    - Where a limit has cut a call before its arguments began, what was written of it is dropped: it is
-      neither a call nor text. The same holds for a mark of calls that was cut. A mark with other words behind
-      it stays text.
+    - If the limit of tokens cuts a call before its arguments begin, its beginning is dropped: it is neither a
+      call nor text. So is a cut mark of calls. A mark that other words follow stays text.
 
     Args:
         format: How the model writes.

@@ -55,8 +55,8 @@ class Source:
     Attributes:
         at: The position; readers move it, and may move it back to where they began.
         ended: No more text comes.
-        cut: It has ended because a limit has cut it.
-        ran_out: A reader wanted more text than there is; whoever asks sets it back before.
+        cut: The limit of tokens has ended it.
+        ran_out: A reader wanted more text than there is; reset it before a reader that you ask this of.
     """
 
     def __init__(self) -> None:

@@ -67,9 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--record-slow", action="store_true", help="all tests; then write tests/slow.txt anew")
 
 
-def function_of(item: pytest.Item) -> str:
-    """The test of an item without its parameters: ``room/file.py::name``."""
-    path, _, name = item.nodeid.partition("::")
+def function_of(node: str) -> str:
+    """The test of a node without its parameters: ``room/file.py::name``."""
+    path, _, name = node.partition("::")
     return f"{path.removeprefix('tests/')}::{name.partition('[')[0]}"
 
 
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = slow_tests()
     kept, others, seen = [], [], defaultdict[str, int](int)
     for item in items:
-        function = function_of(item)
+        function = function_of(item.nodeid)
         most = quick_cases(slow, function, item) if quick else usual_cases(slow, function)
         seen[function] += 1
         (kept if seen[function] <= most else others).append(item)
@@ -136,9 +136,7 @@ class SlowRecorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, seconds in report.user_properties:
             if report.when == "call" and name == _PROPERTY:
-                path, _, test = report.nodeid.partition("::")
-                function = f"{path.removeprefix('tests/')}::{test.partition('[')[0]}"
-                self._seconds[function].setdefault(report.nodeid, float(str(seconds)))
+                self._seconds[function_of(report.nodeid)].setdefault(report.nodeid, float(str(seconds)))
 
     def pytest_sessionfinish(self) -> None:
         lines = [

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.pending_reply import start_reply
+from moechat.chat.pending_reply import follow_or_load_here, start_reply
 from moechat.chat.reply import Reply
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
 from moechat.chat.terminal.answer_view import AnswerDisplay, View
@@ -28,14 +28,7 @@ from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.cli.terminal.map_of_experts import live_lines
-from moechat.errors import (
-    MoechatError,
-    NoModelError,
-    NotInLibraryError,
-    ServerEndedError,
-    StoreDamagedError,
-    UsageError,
-)
+from moechat.errors import MoechatError, NoModelError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
 from moechat.fetch.hub_errors import offline_error
 from moechat.history.attachments import attach
@@ -362,7 +355,12 @@ def _answer_once(
     lost: BaseException | None = None
     with OneInterrupt().watching() as interrupts, when_continued(display.moved):
         try:
-            _answer(models, prompt, options, conversation, reply, display)
+            follow_or_load_here(
+                models,
+                reply,
+                display,
+                lambda: _follow(models.engine, prompt, options, conversation, reply, display),
+            )
             mark = "cut" if reply.finish_reason == "length" else ""
         except KeyboardInterrupt:
             reply.finish_reason, mark = "interrupted", "stopped"
@@ -393,25 +391,6 @@ def _answer_once(
     if options.stats:
         print_stats(engine.stats.to_json())
     return _INTERRUPTED if mark == "stopped" else 0
-
-
-def _answer(
-    models: Models,
-    prompt: str,
-    options: RunOptions,
-    conversation: Conversation,
-    reply: Reply,
-    display: AnswerDisplay,
-) -> None:
-    display.waiting.start()
-    try:
-        _follow(models.engine, prompt, options, conversation, reply, display)
-    except ServerEndedError:
-        if reply.tokens:  # what is shown cannot be taken back
-            raise
-        with display.waiting.hidden():
-            models.load_here()
-        _follow(models.engine, prompt, options, conversation, reply, display)
 
 
 def _follow(
