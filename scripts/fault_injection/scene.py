@@ -74,7 +74,11 @@ class Scene:
     @cached_property
     def small_budget(self) -> str:
         """A value of ``--ram`` with which the demo reads experts while it answers."""
-        refused = self.programs.run([*self.answer(DEMO), "--ram", "1M"], self.work / "budget")
+        return self.budget_of(self.answer(DEMO))
+
+    def budget_of(self, arguments: list[str]) -> str:
+        """The same for one command, whose prompts count too."""
+        refused = self.programs.run([*arguments, "--ram", "1M"], self.work / "budget")
         match = _LEAST.search(refused.err)
         if match is None:
             raise RuntimeError(f"no least budget in: {refused.err}")

@@ -122,7 +122,6 @@ class Prompts(Soak):
 
     def answer(self, seconds: float, generator: random.Random, log: IO[str]) -> Outcome:
         command = ["run", "demo", "--jsonl", "-", "--temperature", "0", "--max-tokens", str(_TOKENS)]
-        command += ["--ram", self._budget]
         lines: list[list[str]] = []
         with tempfile.TemporaryDirectory(dir=self._scene.work) as folder:
             path = Path(folder) / "prompts.jsonl"
@@ -131,6 +130,7 @@ class Prompts(Soak):
             for _ in range(count):
                 lines.append([generator.choice(_PROMPTS) for _ in range(generator.choice((1, 1, 2)))])
             path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in lines))
+            command += ["--ram", self._scene.budget_of(command)]
             with tempfile.TemporaryFile() as out, open(os.devnull) as empty:
                 pid = self._scene.programs.start(
                     command, self._home, [empty.fileno(), out.fileno(), log.fileno()]
