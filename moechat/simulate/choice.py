@@ -19,7 +19,7 @@ from moechat.routing.trace import Trace
 from moechat.simulate.race import Entrant, race
 from moechat.simulate.run import Ints, Simulation, Tier, simulate
 from moechat.simulate.shared_draws import drawn_rankings, drawn_routing
-from moechat.simulate.strategy import LOOKAHEAD, Chosen, Strategy, fastest, handicap, strategies
+from moechat.simulate.strategy import LOOKAHEAD, PARTS, Chosen, Strategy, fastest, handicap, strategies
 from moechat.simulate.timing import Launch, Timing, timing_of
 
 # Tokens before timing, which take no time, and tokens that are timed at most: fewer where a token activates
@@ -91,6 +91,8 @@ def choose_strategy(
         key = replace(each.settings, allocation="uniform", split=1.0), inputs
         if (tier.targets[:, 1] < tier.blocks).any():
             in_parts.add(each.name)
+        elif each.name == PARTS:
+            continue
         same[each.name] = first.setdefault(key, each.name)
         if same[each.name] != each.name:
             continue
@@ -115,7 +117,7 @@ def choose_strategy(
             Entrant(each.name, each.settings, simulation, handicap(each.name, in_parts=each.name in in_parts))
         )
     raced = race(entrants, lambda means: fastest(found, means, in_parts).name)
-    seconds_of = {each.name: raced[same[each.name]] for each in found}
+    seconds_of = {name: raced[other] for name, other in same.items()}
     return Chosen(fastest(found, seconds_of, in_parts), seconds_of)
 
 
