@@ -103,7 +103,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
         ]
     if not far_computes:
         # Where a link moves all that is missing, parts of more experts keep it busier.
-        parts = replace(fixed, allocation="moepic", split=None, admit="always")
+        parts = replace(fixed, allocation="moepic", split=None)
         found.append(Strategy(PARTS, "parts of experts, a share in each layer", parts))
     if far_computes and fixed.miss == "both":
         found += [

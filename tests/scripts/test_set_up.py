@@ -358,8 +358,9 @@ def test_an_interrupted_set_up_is_resumed(clone: Clone, number: signal.Signals) 
     process = clone.start(FAKE_PIP="sleep 30")
     clone.wait_for_call()
     os.killpg(process.pid, number)
-    process.communicate(timeout=20)
+    _, err = process.communicate(timeout=20)
     assert process.returncode in (130, -number)
+    assert ("interrupted; run this again" in err) == (number == signal.SIGINT)
     clone.calls()
     assert clone.run()[0] == 0
     assert kinds(clone.calls()) == AGAIN

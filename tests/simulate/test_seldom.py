@@ -11,6 +11,7 @@ from moechat._native import EvictionPolicy, Timeline
 from moechat.configurator.systems import SYSTEMS, parse_settings
 from moechat.routing.hot_experts import long_run
 from moechat.simulate.strategy import (
+    NOTHING_AHEAD_GAIN,
     PARTS_GAIN,
     SELDOM,
     SELDOM_GAIN,
@@ -164,6 +165,18 @@ def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small(name: str) ->
     assert chosen(1.0, 0.9) == "link"
     alone = Strategy(name, "", SYSTEMS["auto"])
     assert fastest([alone], {name: 1.0}) == alone
+
+
+@pytest.mark.parametrize("name", ["nothing-ahead", "whole-nothing-ahead"])
+def test_fetching_nothing_ahead_needs_a_gain(name: str) -> None:
+    found = strategies(SYSTEMS["auto"], far_computes=False)
+
+    def chosen(nothing_ahead: float) -> str:
+        seconds = {each.name: 2.0 for each in found} | {name: nothing_ahead, "dp": 1.0}
+        return fastest(found, seconds).name
+
+    assert chosen(1 - 2 * NOTHING_AHEAD_GAIN) == name
+    assert chosen(1 - NOTHING_AHEAD_GAIN / 2) == "dp"
 
 
 def test_parts_of_experts_need_a_gain_over_whole_ones() -> None:

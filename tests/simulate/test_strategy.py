@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from moechat.simulate import shared_draws
 from moechat.simulate.choice import choose_by_statistics, lengths
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import fastest, strategies
+from moechat.simulate.strategy import PARTS, fastest, strategies
 
 LAYERS, EXPERTS, TOP_K, BLOCKS = 6, 16, 2, 8
 AUTO = SYSTEMS["auto"]
@@ -92,16 +93,33 @@ def test_draws_are_shared_by_the_simulations_of_a_plan_and_change_nothing(
     assert count == {"draw_routing": 6, "draw_rankings": 6}
 
 
-def test_candidates_can_take_turns_on_one_runner() -> None:
-    found = strategies(AUTO, far_computes=True)
+@pytest.mark.parametrize("far_computes", [False, True])
+def test_candidates_can_take_turns_on_one_runner(far_computes: bool) -> None:
+    found = strategies(AUTO, far_computes=far_computes)
     assert found[0].settings == replace(AUTO, choose=False)
     assert len({each.name for each in found}) == len(found)
     assert {each.settings.policy for each in found} == {AUTO.policy}
+    assert {each.settings.admit for each in found} == {AUTO.admit}
     assert {each.settings.whole_experts for each in found} == {AUTO.whole_experts}
 
 
 def test_without_a_far_tier_that_computes_nothing_is_computed_there() -> None:
     assert {each.settings.miss for each in strategies(AUTO, far_computes=False)} == {AUTO.miss}
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS // 2])
+def test_the_papers_plan_is_a_candidate_where_it_divides_experts(blocks: int) -> None:
+    def tier(settings: CacheSettings) -> Tier:
+        made = tier_for(settings)
+        if settings.allocation != "moepic":
+            return made
+        kept = made.targets[0, 0] * BLOCKS // blocks
+        targets = np.tile(np.array([kept, blocks], np.int32), (LAYERS, 1))
+        return replace(made, targets=targets)
+
+    costs = replace(COSTS, compute_far=math.inf)
+    found = choose_by_statistics(AUTO, tier, costs, STATISTICS, threads=4, launch="card")
+    assert (PARTS in found.seconds) == (blocks < BLOCKS)
 
 
 def test_settings_that_are_given_are_not_changed() -> None:
