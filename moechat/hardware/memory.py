@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+# Of the confined process while it waits, without what it shares with others; at work it has its own limits.
+CONFINED_BYTES = 16 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -17,6 +19,15 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 def resident_bytes() -> int:
     """Resident set size of this process, including mapped files."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def process_bytes() -> int:
+    """What a budget counts for this process: its resident set, and that of its confined process.
+
+    The second one renders templates and applies the rules of tokenizers (:mod:`moechat.confined`). Plans are
+    made while it starts, so its usual size counts.
+    """
+    return resident_bytes() + CONFINED_BYTES
 
 
 def peak_resident_bytes() -> int:

@@ -11,7 +11,7 @@ from moechat.budget.needs import GpuMemory, HostMemory, Memory, memory_needs
 from moechat.config import cuda_graphs_wanted, user_paths
 from moechat.errors import MoechatError
 from moechat.geometry import ExpertGeometry
-from moechat.hardware.memory import give_back_unused, resident_bytes
+from moechat.hardware.memory import give_back_unused, process_bytes
 from moechat.options import LoadOptions
 from moechat.outline.config_source import config_in
 from moechat.outline.find_outline import find_outline
@@ -70,4 +70,4 @@ def _memory(options: LoadOptions) -> Memory:
         graphs = cuda_graphs_wanted() and not options.deterministic
         return GpuMemory(CONTEXT_BYTES, graphs, not options.deterministic, "estimate")
     give_back_unused()
-    return HostMemory(resident_bytes(), _native.num_threads())
+    return HostMemory(process_bytes(), _native.num_threads())

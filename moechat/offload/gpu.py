@@ -22,7 +22,7 @@ from moechat.configurator.estimate import Near
 from moechat.configurator.systems import CacheSettings, Prefetch, RequestForm
 from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.geometry import ExpertGeometry
-from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
+from moechat.hardware.memory import available_bytes, give_back_unused, process_bytes
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
 from moechat.models.packed_rows import register_codec
@@ -120,7 +120,7 @@ class GpuPlacement:
         progress: ReadProgress,
     ) -> None:
         """See :meth:`ModelPlacement.read_far`; experts that do not fit into memory stay in their files."""
-        process = resident_bytes()
+        process = process_bytes()
         budget = automatic_budget(available_bytes(), process) if options.ram is None else options.ram
         layers, experts = len(store.layers), store.geometry.num_experts
         count = experts_held(budget, layers * experts, store.geometry.expert_bytes, process)

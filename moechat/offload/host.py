@@ -17,7 +17,7 @@ from moechat.budget.needs import HostMemory
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
 from moechat.configurator.systems import MOST_LOOKAHEAD, CacheSettings, Prefetch
-from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
+from moechat.hardware.memory import available_bytes, give_back_unused, process_bytes
 from moechat.models.decode import NativeModules, install_native_modules
 from moechat.models.dense_form import DenseForm
 from moechat.models.router_search import find_routers
@@ -53,7 +53,7 @@ class HostPlacement:
     def memory(self, options: LoadOptions) -> HostMemory:
         """See :meth:`ModelPlacement.memory`."""
         give_back_unused()
-        return HostMemory(resident_bytes(), _native.num_threads())
+        return HostMemory(process_bytes(), _native.num_threads())
 
     def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
         """See :meth:`ModelPlacement.budget`."""

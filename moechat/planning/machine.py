@@ -16,7 +16,7 @@ from moechat.errors import DoesNotFitError, UsageError
 from moechat.hardware.gpu import GpuDevice, find_gpus
 from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
-from moechat.hardware.memory import available_bytes, resident_bytes
+from moechat.hardware.memory import available_bytes, process_bytes
 from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
 from moechat.options import LoadOptions
@@ -90,7 +90,7 @@ class Machine:
                 self.context_bytes, graphs, not options.deterministic, "measured" if measured else "estimate"
             )
         if self.here or self.profile is None:
-            return HostMemory(resident_bytes(), options.threads or _native.num_threads())
+            return HostMemory(process_bytes(), options.threads or _native.num_threads())
         return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")
 
     def ram_budget(self, wanted: int | None, base: int) -> int:
@@ -104,7 +104,7 @@ class Machine:
             DoesNotFitError: ``wanted`` exceeds the memory of another machine.
         """
         if self.here or self.profile is None:
-            return automatic_budget(available_bytes(), resident_bytes()) if wanted is None else wanted
+            return automatic_budget(available_bytes(), process_bytes()) if wanted is None else wanted
         ram = int(self.profile.ram.value)
         if wanted is None:
             base = HOST_BYTES if self.near == "gpu" else base

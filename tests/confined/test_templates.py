@@ -22,6 +22,7 @@ import moechat
 from moechat.confined.process import SHARED, ConfinedProcess, RefusedError
 from moechat.confined.templates import free_variables, render, render_messages
 from moechat.errors import ModelRulesError
+from moechat.hardware.memory import CONFINED_BYTES, process_bytes, resident_bytes
 
 TEMPLATES = {path.stem: path.read_text() for path in (TESTS / "data" / "reply_templates").glob("*.jinja")}
 TEMPLATES["demo"] = (Path(moechat.__file__).parent / "hub" / "demo" / "chat_template.jinja").read_text()
@@ -449,3 +450,12 @@ def _wide() -> Any:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_budget_counts_the_confined_process() -> None:
+    assert render(TEMPLATES["demo"], {"messages": [{"role": "user", "content": "Hi"}]}, "demo")
+    child = psutil.Process(SHARED.pid)
+    own = child.memory_full_info().uss
+    assert 0.5 * CONFINED_BYTES < own < CONFINED_BYTES
+    before = resident_bytes()
+    assert before + CONFINED_BYTES <= process_bytes() <= resident_bytes() + CONFINED_BYTES
