@@ -27,7 +27,7 @@ STAY_TITLE = "the most used experts stay, the CPU computes what is missing"
 # Name of the strategy that keeps parts of experts as the paper plans them; it is none where they are whole.
 PARTS = "parts"
 # Names of the strategies that only lack what others fetch ahead.
-_NOTHING_AHEAD = ("nothing-ahead", "whole-nothing-ahead")
+_NOTHING_AHEAD = ("nothing-ahead", "whole-nothing-ahead", "cpu-nothing-ahead")
 # Share by which these two must be faster. Simulations know the routing of one kind of text. Where another
 # follows, as in recorded routing of several tasks, they take up to 2 % longer than the fastest of the others.
 SELDOM_GAIN = 0.005
@@ -84,7 +84,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     if settings.needs_future:
         return _with_the_future(fixed, far_computes=far_computes)
     whole = fixed.keeping_whole_experts()
-    nothing_ahead, whole_nothing_ahead = _NOTHING_AHEAD
+    nothing_ahead, whole_nothing_ahead, cpu_nothing_ahead = _NOTHING_AHEAD
     found = [
         Strategy("computed", "the computed plan", fixed),
         Strategy("whole", "whole experts, as many in each layer", whole),
@@ -109,7 +109,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
         found += [
             Strategy("cpu", "the CPU computes what is missing", replace(fixed, miss="compute")),
             Strategy(
-                "cpu-nothing-ahead",
+                cpu_nothing_ahead,
                 "the CPU computes what is missing, nothing fetched ahead",
                 replace(fixed, miss="compute").fetching_nothing_ahead(),
             ),
@@ -226,11 +226,12 @@ def handicap(name: str, *, in_parts: bool) -> float:
         name: The strategy.
         in_parts: Its targets keep parts of experts.
     """
+    factor = 1 / (1 - PARTS_GAIN) if in_parts else 1.0
     if name in (SELDOM, STAY):
-        return 1 / (1 - SELDOM_GAIN)
+        factor /= 1 - SELDOM_GAIN
     if name in _NOTHING_AHEAD:
-        return 1 / (1 - NOTHING_AHEAD_GAIN)
-    return 1 / (1 - PARTS_GAIN) if in_parts else 1.0
+        factor /= 1 - NOTHING_AHEAD_GAIN
+    return factor
 
 
 def fastest(found: list[Strategy], seconds: Mapping[str, float], in_parts: Collection[str] = ()) -> Strategy:

@@ -92,7 +92,7 @@ def test_a_budget_of_the_process_is_one_share_and_json_is_all_that_is_printed(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process grows from test to test, and with it what a budget leaves for experts.
-    monkeypatch.setattr("moechat.planning.machine.resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("moechat.planning.machine.process_bytes", lambda: 300 << 20)
     needed = cli.call("compare", "demo", "--ram", "1M").err
     least = re.search(r"(\d+) MiB", needed.partition("least")[2])
     assert least, needed

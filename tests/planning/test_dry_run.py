@@ -42,7 +42,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = desktop()
     links = {"file": figures.links["file"]}
     save_measurement(Measurement(replace(figures, links=links, key=this_machine().key, created="2026-11-21")))
-    monkeypatch.setattr("moechat.planning.machine.resident_bytes", lambda: 400 * MEBI)
+    monkeypatch.setattr("moechat.planning.machine.process_bytes", lambda: 400 * MEBI)
     monkeypatch.setattr("moechat.planning.machine.available_bytes", lambda: 4096 * MEBI)
 
 

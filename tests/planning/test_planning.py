@@ -293,8 +293,8 @@ def test_loading_takes_what_the_plan_shows(
 ) -> None:
     # A process grows and shrinks between two readings of its size, so both are given the same reading.
     base = resident_bytes()
-    monkeypatch.setattr("moechat.offload.host.resident_bytes", lambda: base)
-    monkeypatch.setattr("moechat.planning.machine.resident_bytes", lambda: base)
+    monkeypatch.setattr("moechat.offload.host.process_bytes", lambda: base)
+    monkeypatch.setattr("moechat.planning.machine.process_bytes", lambda: base)
     options: Any = {"ram": base + ROOM, "ctx": 256, "dense_bits": dense_bits, "kv_bits": kv_bits}
     with moechat.load("demo", **options) as engine:
         facts = engine.describe().to_json()

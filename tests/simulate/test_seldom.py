@@ -18,6 +18,7 @@ from moechat.simulate.strategy import (
     STAY,
     Strategy,
     fastest,
+    handicap,
     strategies,
 )
 
@@ -167,9 +168,9 @@ def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small(name: str) ->
     assert fastest([alone], {name: 1.0}) == alone
 
 
-@pytest.mark.parametrize("name", ["nothing-ahead", "whole-nothing-ahead"])
+@pytest.mark.parametrize("name", ["nothing-ahead", "whole-nothing-ahead", "cpu-nothing-ahead"])
 def test_fetching_nothing_ahead_needs_a_gain(name: str) -> None:
-    found = strategies(SYSTEMS["auto"], far_computes=False)
+    found = strategies(SYSTEMS["auto"], far_computes=True)
 
     def chosen(nothing_ahead: float) -> str:
         seconds = {each.name: 2.0 for each in found} | {name: nothing_ahead, "dp": 1.0}
@@ -188,3 +189,8 @@ def test_parts_of_experts_need_a_gain_over_whole_ones() -> None:
 
     assert chosen(1 - 2 * PARTS_GAIN) == "computed"
     assert chosen(1 - PARTS_GAIN / 2) == "whole"
+
+
+def test_gains_add_up() -> None:
+    both = handicap("nothing-ahead", in_parts=True)
+    assert both == pytest.approx(handicap("nothing-ahead", in_parts=False) * handicap("link", in_parts=True))

@@ -36,7 +36,7 @@ RESERVE = BUFFERS + LAYERS * LAYER // 64
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one record; a process that is smaller than this one."""
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr("moechat.offload.gpu.resident_bytes", lambda: 700 << 20)
+    monkeypatch.setattr("moechat.offload.gpu.process_bytes", lambda: 700 << 20)
 
 
 def load(model: Path, gpu, **arguments) -> moechat.Engine:

@@ -54,7 +54,7 @@ def test_loading_on_the_cpu_takes_the_planned_memory(
     # A process grows and shrinks between two readings of its size, so both get the same reading.
     base = resident_bytes()
     for place in ("offload.host", "planning.machine"):
-        monkeypatch.setattr(f"moechat.{place}.resident_bytes", lambda: base)
+        monkeypatch.setattr(f"moechat.{place}.process_bytes", lambda: base)
     options = LoadOptions(ram=base + 128 * MEBI, ctx=96, dense_bits=dense_bits, threads=2)
     made = plans(checkpoint, options, tmp_path)
     with moechat.load(checkpoint, ram=options.ram, ctx=96, dense_bits=dense_bits, threads=2) as engine:
@@ -105,7 +105,7 @@ def test_ram_behind_a_gpu_holds_as_many_experts_as_planned(
 ) -> None:
     gpu.context_bytes = CONTEXT_BYTES
     # The process of all tests together may be larger than one that has loaded a model.
-    monkeypatch.setattr("moechat.offload.gpu.resident_bytes", lambda: 700 * MEBI)
+    monkeypatch.setattr("moechat.offload.gpu.process_bytes", lambda: 700 * MEBI)
     keywords = {"vram": "880M", "ctx": 96, "dtype": "bfloat16"}
     whole = moechat.plan(checkpoint, profile=desktop(), **keywords)
     each = whole.all_expert_bytes // (whole.experts * whole.expert_layers)
