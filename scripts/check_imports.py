@@ -37,7 +37,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"sizes"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
     frozenset({"confined", "geometry", "history", "kept_results", "reply_formats", "trials"}),
-    frozenset({"atomic_file", "config", "safe_text", "steps", "validation"}),
+    frozenset({"atomic_file", "config", "safe_text", "sampling_ranges", "steps", "validation"}),
     frozenset({"errors"}),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -9,19 +9,12 @@ from typing import Any
 from moechat.chat.template_options import TemplateOptions
 from moechat.errors import UsageError
 from moechat.safe_text import one_line
+from moechat.sampling_ranges import MOST_SEED, MOST_TOKENS, MOST_TOP_K, RANGES
 from moechat.validation import require_number, require_whole
 
 MODELS_OWN = "the model's own"
 _RESET = ("default", "auto", "none", "")
-# Limits as for the options of the command line; both ends count, but the least of those in _ABOVE.
-_FLOATS = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-_WHOLE = {"top_k": (0, 1 << 24), "seed": (0, (1 << 63) - 1), "max_tokens": (1, 1 << 24)}
-_ABOVE = ("top_p", "repetition_penalty")
+_WHOLE = {"top_k": (0, MOST_TOP_K), "seed": (0, MOST_SEED), "max_tokens": (1, MOST_TOKENS)}
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 
 
@@ -110,7 +103,8 @@ def require_setting(name: str, value: object, label: Callable[[str], str] = str)
         return None
     if name in _WHOLE:
         return require_whole(label(name), value, *_WHOLE[name])
-    return require_number(label(name), value, *_FLOATS[name], above=name in _ABOVE)
+    allowed = RANGES[name]
+    return require_number(label(name), value, allowed.least, allowed.most, above=allowed.above)
 
 
 def _number(name: str, text: str) -> float:

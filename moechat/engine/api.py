@@ -45,13 +45,13 @@ from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.reply_formats.grammar import Grammar
+from moechat.sampling_ranges import MOST_SEED
 from moechat.steps import MOST_LOGPROBS, Step
 from moechat.store.file_problems import failures_explained
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_known, require_model, require_whole
 
 _DEFAULT_THREADS = _native.num_threads()
-_MOST_SEED = (1 << 63) - 1
 # Readers of JSON that know no integers lose digits of larger numbers.
 _DRAWN_SEED_BITS = 53
 _MOST_TOKENS = 1 << 62
@@ -587,7 +587,7 @@ class Engine:
         shipped = getattr(self._generation_config, "max_new_tokens", None)
         limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
         draw_seed = (
-            secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
+            secrets.randbits(_DRAWN_SEED_BITS) if seed is None else require_whole("seed", seed, 0, MOST_SEED)
         )
         return Answer(
             self.decoder,

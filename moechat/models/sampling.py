@@ -14,6 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from moechat import _native
 from moechat.errors import NotFiniteError, UsageError
+from moechat.sampling_ranges import MOST_TOP_K, RANGES
 
 # Below this temperature, dividing logits overflows float32, and the choice is greedy anyway.
 _GREEDY_BELOW = 1e-4
@@ -49,6 +50,16 @@ def _require_distinct(scores: torch.Tensor) -> None:
         )
 
 
+# Names in errors.
+_IN_WORDS = {
+    "top_p": "top-p",
+    "min_p": "min-p",
+    "repetition_penalty": "repetition penalty",
+    "presence_penalty": "presence penalty",
+    "frequency_penalty": "frequency penalty",
+}
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """Sampling parameters; ``temperature`` 0 is greedy.
@@ -76,29 +87,14 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        additive = ("presence_penalty", "frequency_penalty")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *additive):
+        for name in RANGES:
             _coerce(self, name, float)
         _coerce(self, "top_k", operator.index)
-        checks = {
-            "temperature": (self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            "top-k": (self.top_k, self.top_k >= 0, "0 (off) or more"),
-            "top-p": (self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            "min-p": (self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            "repetition penalty": (
-                self.repetition_penalty,
-                0.0 < self.repetition_penalty <= 10,
-                "above 0 and at most 10",
-            ),
-            **{
-                name.replace("_", " "): (value, -2.0 <= value <= 2.0, "between -2 and 2")
-                for name in additive
-                for value in [getattr(self, name)]
-            },
-        }
-        for name, (value, good, wanted) in checks.items():
-            if not good:
-                raise UsageError(f"{name} is {value}; it must be {wanted}")
+        for name, allowed in RANGES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{_IN_WORDS.get(name, name)} is {value}; it must be {allowed}")
+        if not 0 <= self.top_k <= MOST_TOP_K:
+            raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) or more, at most {MOST_TOP_K}")
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingSettings:

@@ -6,11 +6,9 @@ from typing import Any
 
 from moechat.engine.answer import stop_texts
 from moechat.errors import UsageError
+from moechat.sampling_ranges import MOST_SEED, MOST_TOKENS, MOST_TOP_K, RANGES, Range
 from moechat.serve.api_errors import api_error
 from moechat.serve.fields import Fields
-
-_MOST_SEED = (1 << 63) - 1
-_MOST_TOKENS = 1 << 24
 
 
 def sampling_options(fields: Fields) -> dict[str, Any]:
@@ -19,17 +17,12 @@ def sampling_options(fields: Fields) -> dict[str, Any]:
     Raises:
         ApiError: A value has the wrong type or is out of range.
     """
-    seed = fields.whole("seed", -(1 << 63), _MOST_SEED)
+    seed = fields.whole("seed", -(1 << 63), MOST_SEED)
     options = {
-        "temperature": fields.number("temperature", 0, 100),
-        "top_p": _above_zero(fields, "top_p", 1),
+        **{name: _number(fields, name, allowed) for name, allowed in RANGES.items()},
         "top_k": _top_k(fields),
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": _above_zero(fields, "repetition_penalty", 10),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "logit_bias": fields.values.get("logit_bias"),  # checked where the vocabulary is known
-        "seed": None if seed is None else seed & _MOST_SEED,
+        "seed": None if seed is None else seed & MOST_SEED,
         "stop": stops(fields, "stop"),
     }
     return {name: value for name, value in options.items() if value is not None}
@@ -37,7 +30,7 @@ def sampling_options(fields: Fields) -> dict[str, Any]:
 
 def max_tokens(fields: Fields, *names: str) -> int | None:
     """The first of some fields that is given."""
-    found = [number for name in names if (number := fields.whole(name, 1, _MOST_TOKENS)) is not None]
+    found = [number for name in names if (number := fields.whole(name, 1, MOST_TOKENS)) is not None]
     return found[0] if found else None
 
 
@@ -49,14 +42,14 @@ def stops(fields: Fields, name: str) -> tuple[str, ...] | None:
         raise api_error(error, name) from None
 
 
-def _above_zero(fields: Fields, name: str, most: float) -> float | None:
-    value = fields.number(name, 0, most)
-    if value == 0:
-        raise fields.error(name, f"{name} is 0; it must be above 0 and at most {most:g}")
+def _number(fields: Fields, name: str, allowed: Range) -> float | None:
+    value = fields.number(name, allowed.least, allowed.most)
+    if value is not None and value not in allowed:
+        raise fields.error(name, f"{name} is {value:g}; it must be {allowed}")
     return value
 
 
 def _top_k(fields: Fields) -> int | None:
     # -1 turns it off in vLLM and SGLang.
-    value = fields.whole("top_k", -1, _MOST_TOKENS)
+    value = fields.whole("top_k", -1, MOST_TOP_K)
     return None if value is None else max(0, value)
