@@ -23,8 +23,8 @@ from places import TESTS
 
 SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
-USUAL_SECONDS = 1.0
-LONG_SECONDS = 2.5
+USUAL_SECONDS = 0.7
+LONG_SECONDS = 1.5
 # Long, and the only test of its kind.
 ALWAYS = frozenset({"scripts/test_faults.py::test_nothing_falls_in_the_short_campaign"})
 HEADER = f"""\
