@@ -24,7 +24,7 @@ from places import TESTS
 SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
-LONG_SECONDS = 1.5
+LONG_SECONDS = 2.0
 # Long, and the only test of its kind.
 ALWAYS = frozenset({"scripts/test_faults.py::test_nothing_falls_in_the_short_campaign"})
 HEADER = f"""\
