@@ -21,7 +21,8 @@ settings.load_profile("moechat")
 # Programs that tests start shall start as fast as an installed one, whose compiled modules are kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Shells start background jobs with Ctrl-C ignored, nohup with SIGHUP: programs that tests start would inherit that.
+# Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP: programs that tests start would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
