@@ -28,8 +28,9 @@ STAY_TITLE = "the most used experts stay, the CPU computes what is missing"
 PARTS = "parts"
 # Names of the strategies that only lack what others fetch ahead.
 _NOTHING_AHEAD = ("nothing-ahead", "whole-nothing-ahead", "cpu-nothing-ahead")
-# Share by which these two must be faster. Simulations know the routing of one kind of text. Where another
-# follows, as in recorded routing of several tasks, they take up to 5 % longer than the fastest of the others.
+# Share by which SELDOM and STAY must be faster. Simulations know the routing of one kind of text. Where
+# another follows, as in recorded routing of several tasks, they take up to 5 % longer than the fastest of the
+# others.
 SELDOM_GAIN = 0.01
 # The share for those that fetch nothing ahead. Where the simulated text asks for few missing experts, what is
 # fetched ahead seems to earn nothing; another text asked for more, and then they took up to 2.4 % longer.

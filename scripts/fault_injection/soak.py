@@ -88,7 +88,6 @@ class Soak(Phase):
 
     def open(self) -> None:
         self._scene.control.disarm()
-        self._budget = self._scene.small_budget
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
@@ -161,7 +160,7 @@ class Server(Soak):
     name = "soak-server"
 
     def answer(self, seconds: float, generator: random.Random, log: IO[str]) -> Outcome:
-        command = ["serve", "demo", "--ram", self._budget, "--port", "0"]
+        command = ["serve", "demo", "--ram", self._scene.small_budget, "--port", "0"]
         with open(os.devnull, "r+") as null:
             pid = self._scene.programs.start(
                 command, self._home, [null.fileno(), null.fileno(), log.fileno()]
