@@ -434,13 +434,15 @@ class GraphDecoder:
         if recording.ahead is not None and recording.ahead.serves():
             return recording.ahead
         recording.ahead = recording.complete = None
-        graphs = self._graphs
-        if graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
+        if self._graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
             return None
         self._clocks.drop()
+        # Memory of its own: these graphs are replayed between those of the pass, whose memory holds what lives
+        # from one of them to the next.
+        apart = self._make()
         try:
-            with graphs.aside():
-                recording.ahead = RunAhead(experts, recording.requests, recording.sums, graphs)
+            with apart.aside():
+                recording.ahead = RunAhead(experts, recording.requests, recording.sums, apart)
         except Exception as error:  # Triton and its compiler raise many kinds
             self._cannot_record_ahead(error)
         return recording.ahead

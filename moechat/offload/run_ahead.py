@@ -64,7 +64,8 @@ class RunAhead:
         layers: The expert layers.
         requests: Their requests, in the recording's memory.
         sums: Memory for their sums.
-        graphs: Makes graphs in the same memory; recording is possible on the current stream.
+        graphs: Makes graphs in other memory than those of the recording; recording is possible on the
+            current stream.
 
     Attributes:
         missed: Layers of all tokens so far that were run ahead of and lacked a block.
