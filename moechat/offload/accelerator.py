@@ -20,6 +20,7 @@ from moechat.budget.gpu_sizes import CONTEXT_BYTES
 from moechat.errors import DeviceUnavailableError
 from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
 from moechat.offload.graphs import CudaGraphs, Graphs
+from moechat.offload.kernels.quick_launch import current_stream
 from moechat.sizes.dense_types import gpu_type
 
 _LEAST_CONTEXT_BYTES = 64 << 20
@@ -188,7 +189,7 @@ class Accelerator:
 
     def stream(self) -> int:
         """Handle (CUstream) of torch's current stream."""
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return current_stream(self.device)
 
     def synchronize(self) -> None:
         """Wait for all work of the GPU."""
@@ -196,9 +197,7 @@ class Accelerator:
 
     def finish_stream(self) -> None:
         """Wait for the work of the current stream only."""
-        done = self.point()
-        done.record()
-        done.synchronize()
+        _native.cuda_finish(self.stream())
 
     def mark(self) -> Any:
         """An event in the current stream, whose time the GPU notes when it gets there."""
@@ -301,6 +300,12 @@ class Accelerator:
         self._landed.record(torch.cuda.current_stream(self.device))
         self._landed.synchronize()
         values: npt.NDArray[np.int32] = host.numpy()
+        return values
+
+    def arrived(self, landed: torch.Tensor) -> npt.NDArray[np.int32]:
+        """Values of pinned host memory, int32 ``[n]``, once the stream's work so far has been done."""
+        self.finish_stream()
+        values: npt.NDArray[np.int32] = landed.numpy()
         return values
 
     def point(self) -> Point:

@@ -36,6 +36,7 @@ class ExpertRequest:
         chosen: Number of (token, expert) pairs.
         places: The layers that the scores are for: distance and ordinal.
         inputs: The CPU may compute a part.
+        landed: Host memory that a recorded pass copies ``packed`` to; ``None``: nothing does.
     """
 
     x: torch.Tensor
@@ -43,6 +44,7 @@ class ExpertRequest:
     chosen: int
     places: tuple[tuple[int, int], ...]
     inputs: bool
+    landed: torch.Tensor | None = None
 
 
 class Capture(Protocol):
@@ -145,7 +147,9 @@ class GpuExpertLayer:
         tier, tokens, chosen = self.tier, len(request.x), request.chosen
         self.pages.clocks.begin_layer()
         if packed is None:
-            packed = self.pages.accelerator.to_host(request.packed)
+            accelerator = self.pages.accelerator
+            landed = request.landed
+            packed = accelerator.to_host(request.packed) if landed is None else accelerator.arrived(landed)
         packed = packed[: request.packed.numel()]
         index, weight = packed[:chosen], packed[chosen : 2 * chosen]
         experts = tier.geometry.num_experts

@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,10 +59,16 @@ class _Recording:
 
     Invariant: this object refers to all tensors that experts read or write, and to the logits, so that no
     other graph in the same memory reuses theirs.
+
+    Attributes:
+        new: Makes a graph; ``None``: the pass runs, and is not recorded.
+        form: Of the requests.
+        landing: Makes host memory for so many words of a request.
     """
 
     new: Callable[[], Graph] | None
     form: RequestForm
+    landing: Callable[[int], torch.Tensor]
     graphs: list[Graph] = field(default_factory=list)
     requests: list[ExpertRequest] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -80,7 +86,10 @@ class _Recording:
         """End the graph at the experts of a layer, and begin the next."""
         # Finite in the first run, since the next layers keep its results until they are written again.
         total = torch.zeros_like(request.x) if self.new is None else torch.empty_like(request.x)
-        self.requests.append(request)
+        # The host waits for the graph anyway: so it need not give the copy to the driver for every token.
+        landed = self.landing(request.packed.numel())
+        landed.copy_(request.packed, non_blocking=True)
+        self.requests.append(replace(request, landed=landed))
         self.sums.append(total)
         self.ordinals.append(ordinal)
         self.crossing.cut()
@@ -358,13 +367,18 @@ class GraphDecoder:
         attention, position = self._attention, self._numbers[0]
         cache = ReplayCache(layers, places, self._numbers)
 
+        memory = experts[0].pages.accelerator.host_memory
+
+        def landing(words: int) -> torch.Tensor:
+            return memory(1, words)[0].view(torch.int32)
+
         # A recording may keep `run`, and must not keep the caller's cache alive: its memory would not be lent
         # to the next one, which would then be decoded without graphs.
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
 
         def run(recording: _Recording) -> None:
             try:
-                with _captured(experts, recording), attention.over(cache):
+                with _captured(experts, recording), attention.over(cache), _as_recorded():
                     recording.begin()
                     output = self._model(
                         input_ids=self._token,
@@ -381,9 +395,9 @@ class GraphDecoder:
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
             with watch:
-                run(_Recording(None, self._form, crossing=crossing))
+                run(_Recording(None, self._form, landing, crossing=crossing))
             graphs.make_room()
-            recording = _Recording(graphs.new, self._form, crossing=crossing, again=run)
+            recording = _Recording(graphs.new, self._form, landing, crossing=crossing, again=run)
             crossing.second_pass()
             with watch:
                 run(recording)
@@ -479,7 +493,7 @@ class GraphDecoder:
         graphs = self._graphs
         if graphs is None or recording.again is None:
             return None
-        complete = _CompleteRecording(graphs.new, recording.form, pieces=recording)
+        complete = _CompleteRecording(graphs.new, recording.form, recording.landing, pieces=recording)
         try:
             with graphs.aside():
                 graphs.make_room()
@@ -528,6 +542,19 @@ def _captured(experts: Sequence[GpuExpertLayer], capture: Capture) -> Iterator[N
     finally:
         for layer in experts:
             layer.capture = None
+
+
+@contextmanager
+def _as_recorded() -> Iterator[None]:
+    """Let the pass that is not recorded take the same branches as the one that is: transformers asks torch
+    whether the stream is recorded before it looks at values, for which it would wait.
+    """
+    own = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = own
 
 
 def _or_far(distance: float) -> float:

@@ -49,6 +49,15 @@ constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevi
                  kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713,
                  kNotReady = 600, kNotSupported = 801, kIllegalAddress = 700;
 
+// As tests make it: eight-byte words, in this order.
+struct FakeKernel {
+  std::uint64_t parameters;
+  std::uint64_t launches;
+  std::uint64_t launched[6];  // grid, threads, shared memory, stream
+  std::uint64_t sizes[64];
+  std::uint64_t values[64];
+};
+
 struct Event {
   std::uint64_t recorded = 0;
   std::uint64_t completed = 0;
@@ -550,6 +559,29 @@ Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t
   void* const target = reinterpret_cast<void*>(static_cast<std::uintptr_t>(to));
   return give_copies(stream, bytes,
                      [target, from, bytes, called = now()] { copy(target, from, bytes, called); });
+}
+// A "function" is a FakeKernel, made by the test: a launch copies the parameters into it.
+Result cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, std::size_t* size) {
+  const auto* const kernel = static_cast<const FakeKernel*>(function);
+  if (index >= kernel->parameters) return kInvalidValue;
+  *offset = 0;
+  for (std::size_t at = 0; at < index; ++at) *offset += kernel->sizes[at];
+  *size = kernel->sizes[index];
+  return kSuccess;
+}
+Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned, unsigned, unsigned shared_bytes, void* stream, void** parameters, void**) {
+  auto* const kernel = static_cast<FakeKernel*>(function);
+  if (grid_x == 0 || grid_y == 0 || grid_z == 0) return kInvalidValue;
+  const std::uint64_t launched[] = {grid_x,       grid_y, grid_z, block_x,
+                                    shared_bytes, reinterpret_cast<std::uintptr_t>(stream)};
+  std::memcpy(kernel->launched, launched, sizeof(launched));
+  for (std::size_t at = 0; at < kernel->parameters; ++at) {
+    kernel->values[at] = 0;
+    std::memcpy(&kernel->values[at], parameters[at], kernel->sizes[at]);
+  }
+  ++kernel->launches;
+  return kSuccess;
 }
 Result cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, std::size_t* bytes,
                           std::size_t count, CopyAttributes* attributes, std::size_t* attributes_from,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from moechat.offload.kernels import triton_blocks, triton_few, triton_kept_block
 from moechat.offload.kernels.block_constants import BlockConstants
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.kept_form import kept_constants, value_table
+from moechat.offload.kernels.quick_launch import QuickKernel, aligned, current_stream
 from moechat.offload.kernels.triton_kept_codes import IQ4
 
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
@@ -34,6 +36,8 @@ def _few_tokens(geometry: ExpertGeometry, ordinal: int) -> int:
     return 2 if geometry.bits == 3 else 4
 
 
+# Divisions that are kept: a decoded token's, and those of the last prompts.
+_MOST_SHAPES = 512
 _COMBINED_COLUMNS = 256
 _COMBINED_COLUMNS_OF_CHAINS = 32
 _COMBINED_WARPS = 4
@@ -167,7 +171,10 @@ class BlockKernels:
         kept = bool(geometry.kept)
         self.few: Any = triton_kept_few if kept else triton_few
         self.many: Any = triton_kept_blocks if kept else triton_blocks
-        self._table = {"table": value_table(device)} if kept else {}
+        self._table = [value_table(device)] if kept else []
+        self._shapes: dict[tuple[int, int, torch.dtype], Shape] = {}
+        self._quick: dict[object, QuickKernel | None] = {}
+        self._kept_memory: dict[object, torch.Tensor] = {}
 
     def blocks(self, shape: Shape) -> dict[str, Any]:
         """Compile-time parameters of ``triton_few.blocks``."""
@@ -210,7 +217,55 @@ class BlockKernels:
         return {"TOKENS": shape.tokens, "ROWS": shape.rows, "DOT": shape.dot, **self._constants.both}
 
     def _shape(self, items: Items, dtype: torch.dtype) -> Shape:
-        return Shape.of(self.geometry, items.most, items.count, {dtype, *self.weights}, self._ordinal)
+        key = (items.most, items.count, dtype)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            shape = Shape.of(self.geometry, items.most, items.count, {dtype, *self.weights}, self._ordinal)
+            self._shapes[key] = shape
+        return shape
+
+    def _memory(self, tokens: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that means nothing yet. One token's is the same for all layers, one after the other."""
+        if tokens != 1:
+            return torch.empty(sizes, dtype=dtype, device=self.device)
+        key = (sizes, dtype)
+        if key not in self._kept_memory:
+            with torch.inference_mode(False):
+                self._kept_memory[key] = torch.empty(sizes, dtype=dtype, device=self.device)
+        return self._kept_memory[key]
+
+    def _launch(
+        self,
+        kernel: Any,
+        build: tuple[object, ...],
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        options: Callable[[], dict[str, Any]],
+        table: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Launch a kernel of decoded tokens, by the driver from the second time on.
+
+        Args:
+            kernel: Triton's function.
+            build: What tells its builds apart.
+            grid: Programs.
+            tensors: Its first arguments.
+            numbers: Those behind them.
+            options: Everything else that Triton needs to build it.
+            table: Its last argument, if it has one.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        last = [tensor.data_ptr() for tensor in table]
+        quick = self._quick.get(build)
+        if quick is not None and aligned(addresses):
+            quick.launch(current_stream(self.device), grid, [*addresses, *numbers, *last])
+            return
+        compiled = kernel[grid](*tensors, *numbers, *table, **options())
+        if build not in self._quick and aligned(addresses):
+            self._quick[build] = QuickKernel.of(compiled)
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
@@ -219,8 +274,8 @@ class BlockKernels:
             items: Of the pass.
             dtype: Of the inputs.
         """
-        splits = self._shape(items, dtype).splits
-        return torch.empty(splits, items.count, self._padded, dtype=torch.float32, device=self.device)
+        sizes = (self._shape(items, dtype).splits, items.count, self._padded)
+        return self._memory(items.tokens, sizes, torch.float32)
 
     def add(
         self,
@@ -253,27 +308,31 @@ class BlockKernels:
         geometry = self.geometry
         shape = self._shape(items, x.dtype)
         kept = kept_type(shape, x.dtype)
-        activations = torch.empty(blocks.slots, BLOCK_NEURONS, dtype=kept, device=self.device)
+        # Of one token always the same size: enough for all its blocks.
+        slots = items.count * geometry.blocks_per_expert if items.tokens == 1 else blocks.slots
+        activations = self._memory(items.tokens, (slots, BLOCK_NEURONS), kept)
         chunks = -(-items.most // shape.tokens)
-        rows = len(blocks.row_block)
+        rows = blocks.rows
         if shape.dot == 0:
-            self.few.blocks[(rows * shape.splits, chunks)](
-                pages,
-                blocks.entry_page,
-                blocks.entry_slot,
-                blocks.row_entry,
-                blocks.row_block,
-                items.row_item,
-                items.item_token,
-                x,
-                activations,
-                partial,
-                partial.shape[1],
-                int(clear),
-                *self._gate,
-                **self._table,
-                num_warps=shape.warps,
-                **self.blocks(shape),
+            self._launch(
+                self.few.blocks,
+                ("blocks", shape.tokens, shape.rows, shape.splits, x.dtype),
+                (rows * shape.splits, chunks, 1),
+                (
+                    pages,
+                    blocks.entry_page,
+                    blocks.entry_slot,
+                    blocks.row_entry,
+                    blocks.row_block,
+                    items.row_item,
+                    items.item_token,
+                    x,
+                    activations,
+                    partial,
+                ),
+                (items.count, int(clear), *self._gate),
+                lambda: {"num_warps": shape.warps, **self.blocks(shape)},
+                self._table,
             )
             return
         self.many.neurons[(blocks.entries, BLOCK_NEURONS // shape.rows, chunks)](
@@ -287,7 +346,7 @@ class BlockKernels:
             activations,
             *self._gate,
             geometry.hidden_size,
-            **self._table,
+            *self._table,
             num_warps=shape.warps,
             **self.neurons(shape),
         )
@@ -301,7 +360,7 @@ class BlockKernels:
             activations,
             partial,
             int(clear),
-            **self._table,
+            *self._table,
             num_warps=shape.warps,
             **self.outputs(shape),
         )
@@ -320,15 +379,12 @@ class BlockKernels:
         if items.tokens == 0:
             return
         hidden = self.geometry.hidden_size
-        shape = self._shape(items, out.dtype)
-        triton_blocks.combine[(items.tokens, -(-hidden // self._columns(shape)))](
-            partial,
-            items.token_item,
-            items.item_weight,
-            partial if others is None else others,
-            out,
-            partial.shape[1],
-            hidden,
-            num_warps=_COMBINED_WARPS,
-            **self.combined(shape, items.token_item.shape[1], others=others is not None),
+        shape, picks = self._shape(items, out.dtype), items.picks
+        self._launch(
+            triton_blocks.combine,
+            ("combine", shape.splits, picks, out.dtype, others is None),
+            (items.tokens, -(-hidden // self._columns(shape)), 1),
+            (partial, items.token_item, items.item_weight, partial if others is None else others, out),
+            (items.count, hidden),
+            lambda: {"num_warps": _COMBINED_WARPS, **self.combined(shape, picks, others=others is not None)},
         )

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -18,6 +19,7 @@
 #include "bindings/gil.h"
 #include "bindings/link_holder.h"
 #include "cuda/driver.h"
+#include "cuda/kernel.h"
 #include "link/cuda_link.h"
 #include "link/file_link.h"
 
@@ -122,6 +124,44 @@ std::pair<std::size_t, std::size_t> memory(int device) {
   return {free, total};
 }
 
+cuda::Kernel::Value value_of(char kind, py::handle given) {
+  cuda::Kernel::Value value{};
+  if (kind == 'p') {
+    value.pointer = given.cast<std::uint64_t>();
+  } else if (kind == 'i') {
+    value.integer = given.cast<std::int32_t>();
+  } else {
+    value.real = given.cast<float>();
+  }
+  return value;
+}
+
+// Arguments: stream, grid x, y and z, then the kernel's. The GIL is kept: the driver only queues the kernel.
+void launch(const cuda::Kernel& kernel, const py::args& given) {
+  constexpr std::size_t kFirst = 4;
+  const std::string& kinds = kernel.kinds();
+  if (given.size() != kFirst + kinds.size()) {
+    refuse("a kernel with " + std::to_string(kinds.size()) + " parameters was given " +
+           std::to_string(given.size()) + " values; the stream and the grid are four more");
+  }
+  std::array<cuda::Kernel::Value, cuda::Kernel::kMostParameters> values;
+  for (std::size_t at = 0; at < kinds.size(); ++at) values[at] = value_of(kinds[at], given[kFirst + at]);
+  const auto number = [&](std::size_t at) { return given[at].cast<unsigned>(); };
+  kernel.launch(reinterpret_cast<void*>(given[0].cast<std::uintptr_t>()), {number(1), number(2), number(3)},
+                values.data());
+}
+
+void copy_in(std::uintptr_t stream, std::uint64_t to, std::uintptr_t from, std::size_t bytes) {
+  cuda::check(cuda::driver().copy_to_device(to, reinterpret_cast<const void*>(from), bytes,
+                                            reinterpret_cast<void*>(stream)),
+              "cuMemcpyHtoDAsync");
+}
+
+void finish(std::uintptr_t stream) {
+  const ReleaseGil released;
+  cuda::check(cuda::driver().stream_synchronize(reinterpret_cast<void*>(stream)), "cuStreamSynchronize");
+}
+
 int driver_version() {
   int version = 0;
   const ReleaseGil released;
@@ -145,6 +185,14 @@ void bind_cuda(py::module_& m) {
       PyErr_SetObject(error_type.ptr(), raised.ptr());
     }
   });
+  py::class_<cuda::Kernel>(m, "CudaKernel")
+      .def(py::init([](std::uintptr_t function, unsigned threads, unsigned shared_bytes, std::string kinds) {
+             return cuda::Kernel(reinterpret_cast<void*>(function), threads, shared_bytes, std::move(kinds));
+           }),
+           py::arg("function"), py::arg("threads"), py::arg("shared_bytes"), py::arg("kinds"))
+      .def("__call__", &launch);
+  m.def("cuda_copy_in", &copy_in, py::arg("stream"), py::arg("to"), py::arg("source"), py::arg("nbytes"));
+  m.def("cuda_finish", &finish, py::arg("stream"));
   m.def("cuda_driver_version", &driver_version);
   m.def("cuda_memory", &memory, py::arg("device") = 0);
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);

@@ -101,6 +101,8 @@ Driver open() {
       throw Unavailable("the NVIDIA driver is for CUDA " + std::to_string(version / 1000) + "." +
                         std::to_string(version % 1000 / 10) + "; moechat needs one for 12.0 or newer");
     }
+    find_if_any(library, "cuLaunchKernel", &found.launch_kernel);  // stand-ins for the driver run no kernels
+    find_if_any(library, "cuFuncGetParamInfo", &found.parameter_info);
     if (version >= kBatchesOf13) {
       find_if_any(library, "cuMemcpyBatchAsync_v2", &found.copy_batch_13);
     } else if (version >= kFirstWithBatches) {

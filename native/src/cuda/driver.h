@@ -61,6 +61,11 @@ struct Driver {
   Result (*event_record)(Event event, Stream stream);
   Result (*event_query)(Event event);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
+  Result (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                          unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream,
+                          void** parameters, void** extra);
+  // Null before CUDA 12.4. It returns an error past the last parameter.
+  Result (*parameter_info)(void* function, std::size_t index, std::size_t* offset, std::size_t* size);
   // Null if the driver has no batches: they exist from CUDA 12.8; since 13.0 without the index of a failure.
   Result (*copy_batch_12)(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count,
                           CopyAttributes* attributes, std::size_t* attributes_from,

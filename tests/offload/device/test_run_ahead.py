@@ -117,7 +117,7 @@ def test_logits_and_decisions_are_those_of_the_host(model: Path, gpu, expected) 
         assert engine.notices() == []
         assert engine.loaded.near.runner.check() == ""
         assert ahead_of(engine).missed > 4, "few pages: blocks are missing again and again"
-        (graphs,) = gpu.graphs_made
+        graphs, _ = gpu.graphs_made
         parts = engine.loaded.near.layers + 1
         assert graphs.replayed == parts * len(TOKENS) + ahead_of(engine).repeated
 
@@ -137,15 +137,17 @@ def test_a_token_with_all_experts_resident_costs_no_layer_the_host_anything(
         assert (near.runner.residency() == near.geometry.blocks_per_expert).all(), "before the first token"
         assert near.stats()["preloaded"] == 0, "answers count what they move"
         run = Run(engine, TOKENS[:5])  # two are compared with passes, two with graphs of single layers
-        (graphs,) = gpu.graphs_made
+        graphs, lookups = gpu.graphs_made
         copies, waits = gpu.copies_to_host, gpu.waits
         replays, layers = graphs.all_replayed, near.stats()["layers_run"]
+        looked_up = lookups.all_replayed
         for token in TOKENS[5:]:
             run.feed([token])
         tokens = len(TOKENS[5:])
         assert gpu.copies_to_host == copies
         assert gpu.waits - waits == tokens
         assert graphs.all_replayed - replays == 2 * tokens, "the layers, and the head"
+        assert lookups.all_replayed == looked_up
         # All the same they count.
         assert near.stats()["layers_run"] - layers == tokens * near.layers
         assert run.decisions() == expected(None).kept
@@ -268,7 +270,7 @@ def test_what_lives_between_graphs_is_not_overwritten_by_a_layer_that_ran_too_ea
         held = [*recording.crossing.kept, *recording.sums, recording.logits]
         held += [tensor for request in recording.requests for tensor in (request.x, request.packed)]
         kept = {tensor.untyped_storage().data_ptr() for tensor in held}
-        (graphs,) = gpu.graphs_made
+        graphs, _ = gpu.graphs_made
         owned = {
             graph: [
                 tensor
@@ -294,6 +296,31 @@ def test_what_lives_between_graphs_is_not_overwritten_by_a_layer_that_ran_too_ea
         assert recording.crossing.kept
         assert ahead_of(engine).missed > 0
     assert_same(run, expected(6))
+
+
+@pytest.mark.usefixtures("_without_options")
+def test_what_lives_between_graphs_is_not_overwritten_by_a_layer_that_is_compared(
+    model: Path, gpu, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that are recorded later in the same memory reuse what the pass does not hold any more."""
+    replay = InterpretedGraph.replay
+
+    def reuse(graph: InterpretedGraph) -> None:
+        if not graph.of_model:
+            for other in graph.graphs.made:
+                for operation in other.operations if other.of_model else ():
+                    if isinstance(operation, Operation):
+                        for tensor, fresh in zip(operation.results, operation.fresh, strict=True):
+                            if fresh and tensor.is_floating_point():
+                                tensor.fill_(torch.nan)
+        replay(graph)
+
+    monkeypatch.setattr(InterpretedGraph, "replay", reuse)
+    with load(model, gpu) as engine:
+        run = Run(engine, TOKENS)
+        assert engine.notices() == []
+        assert engine.loaded.decoder._recording.complete is not None
+    assert_same(run, expected(None))
 
 
 def test_pages_that_were_given_back_are_looked_up_anew(model: Path, gpu, expected) -> None:
