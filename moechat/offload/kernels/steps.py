@@ -168,41 +168,31 @@ def _route_constants(rule: Rule, experts: int, *, corrected: bool) -> dict[str, 
 
 
 def launches(
-    norm: Norm, columns: int, dim: int, rule: Rule, experts: int, dtype: torch.dtype
+    norm: Norm, columns: int, head: tuple[int, int, int], rule: Rule, experts: int, dtype: torch.dtype
 ) -> list[Kernel]:
     """The kernels of a model, for compiling them ahead.
 
     Args:
         norm: Its norms.
         columns: Elements of a row.
-        dim: Elements of a head; half of them are rotated, with an angle each.
+        head: Elements of a head, angles, and elements that these rotate.
         rule: Of its routers.
         experts: Of a layer.
         dtype: Of the model.
     """
     name = _NAMES[dtype]
+    norms = dict.fromkeys(("x", "weight", "out"), name)
+    states = dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), name)
+    choice = {
+        "logits": _NAMES[rule.logits_dtype],
+        "correction": "*fp32",
+        "weights": _NAMES[rule.weights_dtype],
+        "index": "*i64",
+    }
+    norm_constants = _norm_constants(columns, round_first=norm.round_first)
+    route_constants = _route_constants(rule, experts, corrected=rule.correction is not None)
     return [
-        Kernel(
-            triton_steps.rms_norm,
-            _norm_constants(columns, round_first=norm.round_first),
-            dict.fromkeys(("x", "weight", "out"), name),
-            _norm_warps(columns),
-        ),
-        Kernel(
-            triton_steps.rotate,
-            _rotate_constants(dim, dim // 2, dim // 2),
-            dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), name),
-            1,
-        ),
-        Kernel(
-            triton_steps.route,
-            _route_constants(rule, experts, corrected=rule.correction is not None),
-            {
-                "logits": _NAMES[rule.logits_dtype],
-                "correction": "*fp32",
-                "weights": _NAMES[rule.weights_dtype],
-                "index": "*i64",
-            },
-            1,
-        ),
+        Kernel(triton_steps.rms_norm, norm_constants, norms, _norm_warps(columns)),
+        Kernel(triton_steps.rotate, _rotate_constants(*head), states, 1),
+        Kernel(triton_steps.route, route_constants, choice, 1),
     ]
