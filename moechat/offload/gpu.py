@@ -30,6 +30,7 @@ from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.far_memory import FarMemory, ReadProgress
+from moechat.offload.fused_steps import FusedSteps, recognise_steps
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
@@ -69,6 +70,7 @@ class GpuPlacement:
         self.device = accelerator.device
         self.pages = GpuPages(accelerator, geometry)
         self.far: FarMemory | None = None
+        self._steps = FusedSteps()
         if self.device.type != "cpu":  # a test's stand-in, for which the native code is right
             register_codec(self.device.type, DeviceRows())
 
@@ -107,6 +109,9 @@ class GpuPlacement:
             if prefetch in ("next-router", "adaptive"):
                 routers = find_routers(skeleton.model, skeleton.experts)
                 self.pages.routers = routers_on(routers, self.device)
+            if cuda_graphs_wanted():
+                # By probes on the CPU: on the GPU they would be launches, and memory.
+                self._steps = recognise_steps(skeleton.model)
             # Buffers too: the model makes rotary frequencies and masks on its own device.
             skeleton.model.to(self.device)  # type: ignore[arg-type]
         give_back_unused()
@@ -185,6 +190,7 @@ class GpuPlacement:
                 clocks=clocks,
                 notify=notify,
                 run_ahead=run_ahead_wanted(),
+                steps=self._steps,
             )
 
         return _TimedPasses(model, clocks)
@@ -196,6 +202,7 @@ class GpuPlacement:
 
     def close(self) -> None:
         """See :meth:`Placement.close`."""
+        self._steps = FusedSteps()  # it holds the modules of the model
         if self.far is not None:
             self.far.close()
         self.pages.close()

@@ -6,7 +6,8 @@ layer, where the host has to decide, ends a graph and begins the next. A token i
 graph 1, experts 1, ..., the last graph, and the logits. This works for any family.
 
 The recorded attention is our own (:mod:`moechat.offload.replay_attention`): it reads the cache in place and
-the number of tokens from the GPU's memory, so one recording serves every context. All caches use the same
+the number of tokens from the GPU's memory, so one recording serves every context. Norms, rotary embedding and
+routers are ours too, in one launch each (:mod:`moechat.offload.fused_steps`). All caches use the same
 memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that the recording stays
 valid from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
 """
@@ -30,6 +31,7 @@ from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.crossing import Crossing
+from moechat.offload.fused_steps import FusedSteps
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
@@ -173,6 +175,7 @@ class GraphDecoder:
         notify: Takes a sentence for the user.
         run_ahead: Where the GPU looks up the experts, see :mod:`moechat.offload.run_ahead`: ``None``: where
             every block has a page; ``True``: also where one may be missing; ``False``: nowhere.
+        steps: Modules of the model that recordings compute in one launch each.
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
@@ -188,6 +191,7 @@ class GraphDecoder:
         clocks: GpuClocks,
         notify: Callable[[str], None],
         run_ahead: bool | None = None,
+        steps: FusedSteps | None = None,
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -204,6 +208,7 @@ class GraphDecoder:
         self._form = RequestForm(0, False)
         self._token = self._numbers = torch.empty(0)
         self._wanted_ahead = run_ahead
+        self._steps = FusedSteps() if steps is None else steps
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -364,7 +369,7 @@ class GraphDecoder:
         watch: AbstractContextManager[object] = crossing if self._wanted_ahead else nullcontext()
         if self._attention is None:
             self._attention = ReplayAttention(self._model)
-        attention, position = self._attention, self._numbers[0]
+        attention, steps, position = self._attention, self._steps, self._numbers[0]
         cache = ReplayCache(layers, places, self._numbers)
 
         memory = experts[0].pages.accelerator.host_memory
@@ -378,7 +383,7 @@ class GraphDecoder:
 
         def run(recording: _Recording) -> None:
             try:
-                with _captured(experts, recording), attention.over(cache), _as_recorded():
+                with _captured(experts, recording), attention.over(cache), steps.over(), _as_recorded():
                     recording.begin()
                     output = self._model(
                         input_ids=self._token,

@@ -15,20 +15,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import ExpertGeometry, Gate, WeightType, nominal_bits
+from moechat.models.decode.norms import Norm
+from moechat.models.decode.routers import Rule
 from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
     launch,
     packed_linear,
+    steps,
 )
 
 SCALARS = {
     "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
+    "eps": "fp32", "offset": "fp32",
     **dict.fromkeys(
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "super_at", "place",
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
-         "tail_head", "keys_head", "values_head"), "i32"
+         "tail_head", "keys_head", "values_head", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
+         "k_head", "k_token"), "i32"
     ),
 }  # fmt: skip
 POINTERS = {
@@ -37,6 +42,7 @@ POINTERS = {
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
 EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
+EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token")
 # Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
 ATTENTION = {
     "mixtral": (8, 4, 128, 128, {}),
@@ -45,6 +51,14 @@ ATTENTION = {
     "deepseek-heads": (16, 1, 192, 128, {}),
     "deepseek-v2-latents": (1, 16, 512, 512, {"tail_dim": 64, "shared": True}),
     "deepseek-v3-latents": (1, 128, 512, 512, {"tail_dim": 64, "shared": True}),
+}
+# Small steps of known models, and of the largest that are served: columns of a norm; elements of a head,
+# angles, elements that they rotate; experts; scoring; experts of a token; whether a correction is added.
+STEPS = {
+    "qwen3": (2048, (128, 128, 128), 128, "softmax", 8, False),
+    "gpt-oss": (2880, (64, 32, 64), 128, "softmax-chosen", 4, False),
+    "glm": (4096, (128, 64, 64), 128, "sigmoid", 8, True),
+    "largest": (16384, (256, 256, 256), 512, "sigmoid", 16, True),
 }
 
 
@@ -141,13 +155,27 @@ def compile_attention(names, capabilities, dtype, results):
                 results[f"{plan.kernel.__name__} sm_{capability} {name}"] = found
 
 
+def compile_steps(names, capabilities, dtype, results):
+    """Kernels of the small steps between the products."""
+    kind = getattr(torch, dtype)
+    for name, capability in itertools.product(names, map(int, capabilities)):
+        columns, head, experts, scoring, chosen, corrected = STEPS[name]
+        correction = torch.zeros(experts) if corrected else None
+        rule = Rule(scoring, chosen, correction, True, 1.0, (0, 1, 2), kind, kind)
+        norm = Norm(1e-6, 0.0, round_first=True)
+        for plan in steps.launches(norm, columns, head, rule, experts, kind):
+            built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability)
+            found = {**sizes_of(built), **registers_of(built)}
+            results[f"{plan.kernel.__name__} sm_{capability} {name}"] = found
+
+
 def main() -> None:
     """Arguments: capabilities, encodings as in :func:`geometry_of`, numbers of items, with commas; a type.
 
     No numbers of items: the kernels of packed dense layers, without and with a bias, for bits or encodings of
-    GGUF files such as q4_k. ``attention`` in place
-    of numbers of items: its kernels, for the models in place of encodings. The encoding "lookup": those that
-    look pages up, for so many experts of a token, of 45 blocks.
+    GGUF files such as q4_k. ``attention`` in place of numbers of items: its kernels, for the models in place
+    of encodings; ``steps``: likewise those of norms, rotary embedding and routers. The encoding "lookup":
+    those that look pages up, for so many experts of a token, of 45 blocks.
     """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
@@ -159,7 +187,9 @@ def main() -> None:
                 results[f"{plan.kernel.__name__} sm_{capability} {picks} experts"] = sizes_of(built)
     elif items == ["attention"]:
         compile_attention(encodings, capabilities, dtype, results)
-    if encodings == ["lookup"] or items == ["attention"]:
+    elif items == ["steps"]:
+        compile_steps(encodings, capabilities, dtype, results)
+    if encodings == ["lookup"] or items in (["attention"], ["steps"]):
         encodings = []
     elif items == [""]:
         for name, bias in itertools.product(encodings, (False, True)):

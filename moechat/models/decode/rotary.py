@@ -71,10 +71,11 @@ def rotation_width(forward: Any, dim: int, angles: int) -> int:
     0 for another ``forward``, or if it leaves the rotation to its family.
     """
     rotate = getattr(forward, "__dict__", {}).get("rotates")
-    return _width(getattr(rotate, "__dict__", {}).get("kinds", ()), dim, angles)
+    return rotated_width(getattr(rotate, "__dict__", {}).get("kinds", ()), dim, angles)
 
 
-def _width(kinds: Collection[str], dim: int, angles: int) -> int:
+def rotated_width(kinds: Collection[str], dim: int, angles: int) -> int:
+    """Elements of a head of ``dim`` that ``angles`` angles of one of the ``kinds`` rotate; 0: of none."""
     if angles == dim:
         width = dim if _WHOLE in kinds else 0
     elif 2 * angles == dim and _SHARED in kinds:
@@ -101,7 +102,7 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
         q, k, cos, sin = arguments
         dtype, shape, angles = q.dtype, q.shape, cos.shape[-1]
         tokens, dim = shape[-2], shape[-1]
-        width = _width(kinds, dim, angles)
+        width = rotated_width(kinds, dim, angles)
         if (
             tokens > FEW_TOKENS
             or width == 0
@@ -127,4 +128,5 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
         return turned[0], turned[1]
 
     rotate.__dict__["kinds"] = frozenset(kinds)
+    rotate.__dict__["own"] = own
     return rotate

@@ -106,6 +106,19 @@ def test_lookups_of_pages_compile():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "capabilities"), [("bfloat16", "86,120"), ("float16", "75"), ("float32", "90")]
+)
+def test_small_steps_compile_without_spilled_registers(dtype: str, capabilities: str) -> None:
+    results = compiled(capabilities, "qwen3,gpt-oss,glm,largest", "steps", dtype)
+    assert len(results) == 3 * 4 * len(capabilities.split(","))
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+    assert {name: one for name, one in results.items() if one["spilled"]} == {}
+    if dtype != "float32":
+        wide = [one["wide_loads"] for name, one in results.items() if name.startswith("rms_norm")]
+        assert min(wide) >= 2, "rows and weights are read 16 bytes at a time"
+
+
+@pytest.mark.parametrize(
     ("dtype", "capability", "models"),
     [
         ("bfloat16", "86", "mixtral,gpt-oss,mixtral/8"),

@@ -1,0 +1,219 @@
+"""Norms, rotary embedding and routers of recorded passes: one launch of ours in place of many of torch.
+
+Modules are recognised by their results while the model is on the CPU (:mod:`moechat.models.decode`). Only
+while a pass is recorded do they compute by our kernels; the model's own passes, with which replays are
+compared, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat.models.decode.norms import Norm, recognise_norm
+from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, probing
+from moechat.models.decode.rotary import Rotate, recognise_rotary, rotated_width, with_rotary
+from moechat.models.decode.routers import Rule, recognise_router
+from moechat.offload.kernels import steps
+
+# Rows of a norm: those of the heads of a few tokens.
+_MOST_ROWS = FEW_TOKENS * 1024
+_FORWARD = "forward"
+
+
+@dataclass(frozen=True)
+class _Router:
+    """What a router computes.
+
+    Attributes:
+        rule: Without its correction.
+        correction: Name of its parameter or buffer; ``None``: it has none.
+        widened: Hidden states and weights are converted to float32 before the product.
+    """
+
+    rule: Rule
+    correction: str | None
+    widened: bool
+
+
+@dataclass
+class FusedSteps:
+    """The modules of a model that our kernels can compute."""
+
+    norms: dict[nn.Module, Norm] = field(default_factory=dict)
+    routers: dict[nn.Module, _Router] = field(default_factory=dict)
+    rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Compute passes in the block by the kernels, where they serve the inputs.
+
+        Modules whose ``forward`` somebody else has replaced are left alone.
+        """
+        made: list[tuple[nn.Module, Callable[..., Any]]] = []
+        try:
+            for module, forward in self._forwards():
+                made.append((module, forward))
+                module.__dict__[_FORWARD] = forward
+            yield
+        finally:
+            for module, forward in made:
+                if module.__dict__.get(_FORWARD) is forward:
+                    del module.__dict__[_FORWARD]
+
+    def _forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        for module, norm in self.norms.items():
+            if _FORWARD not in module.__dict__:
+                yield module, _norm_forward(module, norm)
+        for module, router in self.routers.items():
+            if _FORWARD not in module.__dict__:
+                yield module, _router_forward(module, router)
+        for module, rotate in self.rotary.items():
+            if _FORWARD not in module.__dict__:
+                known = rotate.__dict__
+                yield module, with_rotary(module, _fused_rotary(known["own"], known["kinds"]))
+
+
+def recognise_steps(model: nn.Module) -> FusedSteps:
+    """The modules of ``model`` that the kernels can compute.
+
+    Args:
+        model: With its weights on the CPU; modules without are left out.
+    """
+    found = FusedSteps()
+    for module in model.modules():
+        if _FORWARD in module.__dict__:
+            continue
+        if (norm := recognise_norm(module)) is not None:
+            found.norms[module] = norm
+        elif (rule := recognise_router(module)) is not None:
+            router = _router_of(module, rule)
+            if router is not None:
+                found.routers[module] = router
+        elif (rotate := recognise_rotary(module)) is not None:
+            found.rotary[module] = rotate
+    return found
+
+
+def _router_of(module: nn.Module, rule: Rule) -> _Router | None:
+    """``None``: it is not clear how the router makes its logits, or which correction it adds."""
+    weight = module.get_parameter("weight")
+    if len(weight) > steps.MOST_EXPERTS or rule.chosen > steps.MOST_CHOSEN:
+        return None
+    name = None
+    if rule.correction is not None:
+        names = [
+            name
+            for name, tensor in (*module.named_buffers(), *module.named_parameters())
+            if name != "bias" and tensor.shape == rule.correction.shape
+            if torch.equal(tensor.detach().float(), rule.correction)
+        ]
+        if len(names) != 1:
+            return None
+        (name,) = names
+    with probing() as generator:
+        hidden = torch.randn((2, weight.shape[1]), generator=generator).to(weight.dtype)
+        wanted = module(hidden.clone())[rule.order[0]]
+        for widened in (False, True):
+            logits = _logits(module, hidden, widened=widened)
+            if logits.dtype is wanted.dtype and torch.equal(logits, wanted):
+                return _Router(replace(rule, correction=None), name, widened)
+    return None
+
+
+def _logits(module: nn.Module, hidden: torch.Tensor, *, widened: bool) -> torch.Tensor:
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    if not widened:
+        return nn.functional.linear(hidden, weight, bias)
+    return nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _served(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels run on the device of ``x``, and it is of the weight's device and type."""
+    device = x.device
+    return (
+        device == weight.device
+        and x.dtype is weight.dtype
+        and x.dtype in ELEMENTS
+        and (device.type == "cuda" or (device.type == "cpu" and steps.INTERPRETED))
+    )
+
+
+def _norm_forward(module: nn.Module, norm: Norm) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(x: torch.Tensor) -> Any:
+        weight = module._parameters.get("weight")
+        if (
+            weight is None
+            or not _served(x, weight)
+            or not weight.is_contiguous()
+            or x.shape[-1:] != weight.shape
+            or x.shape[-1] > steps.MOST_COLUMNS
+            or x.numel() > _MOST_ROWS * x.shape[-1]
+            or steps.row_stride(x) is None
+        ):
+            return own(x)
+        return steps.rms_norm(x, weight, norm)
+
+    return forward
+
+
+def _router_forward(module: nn.Module, router: _Router) -> Callable[..., Any]:
+    own, rule = module.forward, router.rule
+    places = [rule.order.index(place) for place in range(3)]
+
+    def forward(hidden: torch.Tensor) -> Any:
+        weight = module._parameters.get("weight")
+        correction = None if router.correction is None else getattr(module, router.correction)
+        if (
+            weight is None
+            or not _served(hidden, weight)
+            or not hidden.is_contiguous()
+            or hidden.shape[-1] != weight.shape[-1]
+            or hidden.numel() > FEW_TOKENS * weight.shape[-1]
+            or (
+                correction is not None
+                and (correction.device != hidden.device or not correction.is_contiguous())
+            )
+        ):
+            return own(hidden)
+        logits = _logits(module, hidden.view(-1, weight.shape[-1]), widened=router.widened)
+        weights, index = steps.route(logits, rule, correction)
+        made = (logits, weights, index)
+        return made[places[0]], made[places[1]], made[places[2]]
+
+    return forward
+
+
+def _fused_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
+    """A function that rotates like ``own``; see :func:`moechat.models.decode.rotary.native_rotary`."""
+
+    def rotate(*arguments: Any, **named: Any) -> Any:
+        if named or len(arguments) != 4 or not all(isinstance(each, torch.Tensor) for each in arguments):
+            return own(*arguments, **named)
+        q, k, cos, sin = arguments
+        tokens, dim, angles = q.shape[-2], q.shape[-1], cos.shape[-1]
+        width = rotated_width(kinds, dim, angles)
+        if (
+            tokens > FEW_TOKENS
+            or width == 0
+            or not all(_served(each, q) for each in arguments)
+            or not q.ndim == k.ndim == 4
+            or not q.shape[0] == k.shape[0] == 1
+            or k.shape[-2:] != q.shape[-2:]
+            or cos.shape != (1, tokens, angles)
+            or sin.shape != cos.shape
+            or not (cos.is_contiguous() and sin.is_contiguous())
+            or not q.stride(-1) == k.stride(-1) == 1
+        ):
+            return own(q, k, cos, sin)
+        return steps.rotate(q, k, cos, sin, width)
+
+    return rotate
