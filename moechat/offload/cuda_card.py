@@ -19,7 +19,8 @@ import torch
 from moechat import _native
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.hardware.card import CardFacts, Task
-from moechat.offload.accelerator import Accelerator
+from moechat.hardware.gpu import GpuDevice
+from moechat.offload.accelerator import Accelerator, ordinal_of
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels
@@ -52,6 +53,17 @@ class CardShapes:
     experts: int = 8
     dense: int = 4096
     pool_bytes: int = 0
+
+
+def open_card(device: GpuDevice) -> CudaCard:
+    """Open a GPU for measuring, with torch and the engine's kernels.
+
+    Raises:
+        DeviceUnavailableError: It has no driver, or Triton is missing.
+    """
+    accelerator = Accelerator(ordinal_of(device.name))
+    accelerator.use()
+    return CudaCard(accelerator)
 
 
 class CudaCard:

@@ -6,6 +6,8 @@ follow, where sizes are those of real models.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +35,8 @@ SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")
 # off.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 _BUDGETS = 8
+# Each has a context on the GPU.
+_MOST_PROCESSES = 8
 _TOKENS = 48
 
 
@@ -49,6 +53,7 @@ def cells(gpu: Accelerator, work: Path, *, tests: bool = True) -> list[Cell]:
         found = [
             Cell("tests of the kernels", lambda: pytest("tests/offload/kernels"), 120),
             Cell("tests of the engine", lambda: pytest("-m", "gpu", "tests/gpu"), 240),
+            Cell("measuring", lambda: pytest("-m", "gpu", "tests/offload/test_real_gpu_profile.py"), 120),
         ]
     for name in SHAPES:
         found.append(Cell(f"{name}: types", lambda name=name: types(gpu, work, name), 60))
@@ -74,6 +79,9 @@ def pytest(*selected: str) -> dict[str, Any]:
         "no:cacheprovider",
         f"--junitxml={report}",
     ]
+    if importlib.util.find_spec("xdist") is not None:
+        # Most of the time goes to building kernels, on one core each.
+        command += ["-n", str(max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) // 2)))]
     done = subprocess.run([*command, *selected], cwd=ROOT, capture_output=True, text=True, check=False)
     try:
         failures = {

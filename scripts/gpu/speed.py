@@ -14,7 +14,9 @@ from gpu.rounds import Rounds, copied_rate, measure, read_rate
 from moechat.bench.synthetic_models import load_shape, synthetic_store
 from moechat.errors import MoechatError
 from moechat.hardware.measure import measure_machine
+from moechat.hardware.profile_json import profile_to_json
 from moechat.offload.accelerator import Accelerator
+from moechat.offload.cuda_card import open_card
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.routing import Trace
 
@@ -52,16 +54,21 @@ class Speeds:
 
 def cells(gpu: Accelerator, speeds: Speeds, say: Say) -> list[Cell]:
     """The machine's profile, then a cell for each case."""
-    found = [Cell("profile", profile, 30)]
+    found = [Cell("profile", lambda: profile(say), 90)]
     for case in speeds.cases:
         found.append(Cell(case, lambda case=case: measured(gpu, speeds, case, say), 150))
     return found
 
 
-def profile() -> dict[str, Any]:
+def profile(say: Say) -> dict[str, Any]:
     """What ``moechat profile`` measures; plans use it from now on."""
-    found = measure_machine()
-    return {"profile": found.name, "title": found.title, "links": sorted(found.links)}
+    found = measure_machine(say, open_card=open_card)
+    return {
+        "ok": "gpu" in found.links,
+        "profile": found.name,
+        "title": found.title,
+        "measured": profile_to_json(found),
+    }
 
 
 def measured(
@@ -105,6 +112,8 @@ def measured(
             say=lambda text: say(f"{case}: {text}"),
             around=around,
         )
+        notices = engine.notices()
+    found["notices"] = notices
     found["expected"] = expected(store.path, machine, options)
     found["ok"] = found["peak_bytes"] <= found["budget_bytes"]
     found["rates"] = rates

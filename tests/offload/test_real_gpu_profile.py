@@ -11,10 +11,10 @@ import pytest
 @pytest.mark.timeout(240)
 def test_this_machines_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from moechat import _native
-    from moechat.cli.commands.profile import _open_card
     from moechat.hardware.gpu import find_gpus
     from moechat.hardware.measure import measure
     from moechat.hardware.measure_budget import Budget
+    from moechat.offload.cuda_card import open_card
 
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     device = find_gpus().best
@@ -29,7 +29,7 @@ def test_this_machines_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
         together_seconds=0.05,
     )
     free = _native.cuda_memory(0)[0]
-    found = measure(budget=short, open_card=_open_card)
+    found = measure(budget=short, open_card=open_card)
     assert {part: why for part, why in found.missing.items() if "gpu" in part or "pinned" in part} == {}
     profile = found.profile
     gpu, link = profile.gpu, profile.links["gpu"]

@@ -89,14 +89,9 @@ def _measure(quiet: bool, notice: Callable[[str], None]) -> Measurement:
 
 
 def _open_card(device: GpuDevice) -> Card:
-    """Open a GPU for measuring, with torch and the engine's kernels."""
-    from moechat.offload.accelerator import Accelerator, ordinal_of
+    from moechat.offload.cuda_card import open_card  # loads torch and Triton
 
-    accelerator = Accelerator(ordinal_of(device.name))  # refuses a GPU without driver or Triton
-    from moechat.offload.cuda_card import CudaCard
-
-    accelerator.use()
-    return CudaCard(accelerator)
+    return open_card(device)
 
 
 def _time_model(command: ProfileCommand, notice: Callable[[str], None]) -> TimedModel:
