@@ -811,6 +811,56 @@ def cuda_driver_version() -> int:
         CudaUnavailableError: There is no usable driver.
     """
 
+class CudaKernel:
+    """A kernel that another library has built and loaded, launched by the driver.
+
+    Args:
+        function: Handle (CUfunction), of a module that stays loaded.
+        threads: Of a block.
+        shared_bytes: Dynamic shared memory of a block.
+        kinds: Of each parameter: ``p`` (pointer), ``i`` (int32) or ``f`` (float32).
+
+    Raises:
+        ValueError: The function takes other parameters, or the driver cannot tell (it can from CUDA 12.4 on).
+        CudaUnavailableError: There is no usable driver.
+    """
+
+    def __init__(self, function: int, threads: int, shared_bytes: int, kinds: str) -> None: ...
+    def __call__(self, stream: int, x: int, y: int, z: int, *values: float) -> None:
+        """Launch it in the current context.
+
+        Args:
+            stream: Handle (CUstream).
+            x: Blocks in each direction.
+            y: Likewise.
+            z: Likewise.
+            values: One for each parameter; addresses as integers.
+
+        Raises:
+            ValueError: There are more or fewer values than parameters.
+            CudaError: The driver refused.
+        """
+
+def cuda_copy_in(stream: int, to: int, source: int, nbytes: int) -> None:
+    """Copy pinned host memory to the GPU's, in the order of a stream.
+
+    Args:
+        stream: Handle (CUstream), of the current context.
+        to: Address in the GPU's memory.
+        source: Address in pinned memory, which must not change until the copy is done.
+        nbytes: How much.
+
+    Raises:
+        CudaError: The driver refused.
+    """
+
+def cuda_finish(stream: int) -> None:
+    """Wait for the work of a stream (CUstream) of the current context.
+
+    Raises:
+        CudaError: The work, or other work of this process, has failed.
+    """
+
 def cuda_memory(device: int = 0) -> tuple[int, int]:
     """Free and total bytes of a GPU's memory.
 

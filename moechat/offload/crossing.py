@@ -10,6 +10,8 @@ again once its inputs are there, all that lives from one graph to another has to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ class Crossing(TorchDispatchMode):
         self._count = 0
         self._cuts: list[int] = []
         self._expected: list[int] | None = None
+        self._unseen = False
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Leave out what is made in the block: recording a graph makes tensors of its own."""
+        before, self._unseen = self._unseen, True
+        try:
+            yield
+        finally:
+            self._unseen = before
 
     def second_pass(self) -> None:
         """What follows is the second pass."""
@@ -62,6 +74,8 @@ class Crossing(TorchDispatchMode):
         """Call the operation, and number the tensors with memory of their own that it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._unseen:
+            return result
         given = {
             leaf.untyped_storage()._cdata
             for leaf in tree_leaves((args, kwargs))

@@ -107,13 +107,15 @@ class _Recording:
     def begin(self) -> None:
         if self.new is not None:
             # Assigned before it begins, so that Ctrl-C at any time abandons it.
-            self._open = self.new()
-            self._open.begin()
+            with self.crossing.unseen():
+                self._open = self.new()
+                self._open.begin()
 
     def end(self) -> None:
         graph = self._open
         if graph is not None:
-            graph.end()
+            with self.crossing.unseen():
+                graph.end()
             self._open = None
             self.graphs.append(graph)
 
@@ -453,11 +455,14 @@ class GraphDecoder:
         if recording.ahead is not None and recording.ahead.serves():
             return recording.ahead
         recording.ahead = recording.complete = None
-        if self._graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
+        if self._graphs is None or not can_run_ahead(experts, recording.requests):
+            return None
+        if not recording.crossing.alike:
+            self._stay_behind("what lives from one layer to the next cannot be told")
             return None
         self._clocks.drop()
-        # Memory of its own: these graphs are replayed between those of the pass, whose memory holds what lives
-        # from one of them to the next.
+        # Memory of its own: these graphs are replayed between those of the pass, whose memory holds what
+        # lives from one of them to the next.
         apart = self._make()
         try:
             with apart.aside():

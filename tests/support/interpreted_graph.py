@@ -102,6 +102,7 @@ class InterpretedGraph:
     def begin(self) -> None:
         assert self.recorder is None
         assert self.graphs.recording is None, "recordings do not nest"
+        torch.zeros(1, dtype=torch.int64)  # as torch does, for the seed of random numbers
         self.recorder = self.graphs.recording = Recorder()
         self.recorder.__enter__()
 

@@ -268,9 +268,9 @@ class ListMemory:
 
     def _copy(self, end: int) -> None:
         if end > self._copied and self._addresses is not None:
-            there, host = (4 * self._copied + address for address in self._addresses)
+            to, source = (4 * self._copied + address for address in self._addresses)
             nbytes = 4 * (end - self._copied)
-            _native.cuda_copy_in(current_stream(self._device), there, host, nbytes)
+            _native.cuda_copy_in(current_stream(self._device), to, source, nbytes)
             self._copied = end
         elif end > self._copied:
             key = (self._copied, end)
