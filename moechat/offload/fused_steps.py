@@ -49,6 +49,9 @@ class FusedSteps:
     routers: dict[nn.Module, _Router] = field(default_factory=dict)
     rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return bool(self.norms or self.routers or self.rotary)
+
     @contextmanager
     def over(self) -> Iterator[None]:
         """Compute passes in the block by the kernels, where they serve the inputs.

@@ -124,6 +124,10 @@ class GpuClocks:
         finally:
             self.timing = False
 
+    def expect_next(self) -> None:
+        """Time the next token that is decoded alone."""
+        self._until_next = 1
+
     def drop(self) -> None:
         """The pass at work does more than decode a token: do not count it."""
         self.timing = False

@@ -211,6 +211,7 @@ class GraphDecoder:
         self._token = self._numbers = torch.empty(0)
         self._wanted_ahead = run_ahead
         self._steps = FusedSteps() if steps is None else steps
+        self._why_left = ""
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -273,7 +274,9 @@ class GraphDecoder:
                 self._drop(f"its attention kernel does not serve this model ({error})")
                 return None
             except Exception as error:  # some families do what cannot be recorded, in many ways
-                self._drop(f"this model's passes cannot be recorded ({_in_short(error)})")
+                why = f"this model's passes cannot be recorded ({_in_short(error)})"
+                if not self._left_steps(why):
+                    self._drop(why)
                 return None
             except BaseException:
                 self._forget()
@@ -314,6 +317,11 @@ class GraphDecoder:
         # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
             recording.unchecked = max(0, recording.unchecked - 1)
+            if self._why_left:
+                self._notify(
+                    f"torch computes norms, rotary embedding and routers, which is slower: {self._why_left}"
+                )
+                self._why_left = ""
             recording.checked_again_at = _CHECKED_AGAIN * position
             # The replay's keys, values and logits, as for every later token: so an answer does not depend on
             # which replays are compared.
@@ -323,10 +331,12 @@ class GraphDecoder:
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
         worst = max(range(len(distances)), key=lambda place: _or_far(distances[place]) / self._allowed(place))
-        self._drop(
+        why = (
             f"a replay differed from the model's own pass by {distances[worst]:.2g} of its size, more than "
             f"{self._allowed(worst):.2g}, after {worst + 1} of {len(distances)} parts"
         )
+        if not self._left_steps(why):
+            self._drop(why)
         return None
 
     def _allowed(self, place: int) -> float:
@@ -534,6 +544,17 @@ class GraphDecoder:
         # The shared memory is freed with its last graph, and cannot be used again.
         self._recording = None
         self._graphs = None
+
+    def _left_steps(self, why: str) -> bool:
+        """Record the next token without our kernels for norms and the like, if it was with them.
+
+        The user hears of it once that has helped.
+        """
+        if not self._steps:
+            return False
+        self._steps, self._why_left = FusedSteps(), why
+        self._forget()
+        return True
 
     def _drop(self, why: str) -> None:
         self.off = True

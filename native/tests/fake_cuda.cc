@@ -573,8 +573,8 @@ Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned
                       unsigned, unsigned, unsigned shared_bytes, void* stream, void** parameters, void**) {
   auto* const kernel = static_cast<FakeKernel*>(function);
   if (grid_x == 0 || grid_y == 0 || grid_z == 0) return kInvalidValue;
-  const std::uint64_t launched[] = {grid_x,       grid_y, grid_z, block_x,
-                                    shared_bytes, reinterpret_cast<std::uintptr_t>(stream)};
+  const std::uint64_t launched[] = {grid_x,  grid_y,       grid_z,
+                                    block_x, shared_bytes, reinterpret_cast<std::uintptr_t>(stream)};
   std::memcpy(kernel->launched, launched, sizeof(launched));
   for (std::size_t at = 0; at < kernel->parameters; ++at) {
     kernel->values[at] = 0;

@@ -91,6 +91,47 @@ def test_the_packaged_model_is_compared_with_the_cpu(gpu, tmp_path, monkeypatch)
     assert found["token_ms"] > 0
 
 
+@pytest.mark.usefixtures("_cheaper_kernels")
+def test_ways_to_decode_a_token_are_compared(gpu, tmp_path, monkeypatch):
+    from gpu import decoded
+
+    write_tiny_checkpoint(tmp_path / "tiny", tiny_config("qwen3_moe", 0))
+    with moechat.load(tmp_path / "tiny", ctx=64) as engine:
+        store = engine.loaded.store
+    monkeypatch.setattr(decoded, "load_shape", lambda *_, **__: None)
+    monkeypatch.setattr(decoded, "synthetic_store", lambda *_, **__: store)
+    for name, count in {
+        "_CONTEXT": 64,
+        "_PROMPT": 3,
+        "_WARM": 6,
+        "_TOKENS": 2,
+        "_TIMED": 2,
+        "_PROFILED": 1,
+    }.items():
+        monkeypatch.setattr(decoded, name, count)
+    turns = []
+    half = decoded.compared(gpu, tmp_path, "half", turns.append)
+    assert turns == [
+        "half: round 1, now",
+        "half: round 1, plain",
+        "half: round 2, plain",
+        "half: round 2, now",
+    ]
+    assert half["ok"], half
+    for one in half["ways"].values():
+        assert one["token_ms"] > 0
+        assert not one["two_graphs"]
+        assert one["clocks_us"]["dense"] > 0
+    whole = decoded.compared(gpu, tmp_path, "all", turns.append)
+    assert whole["ok"], whole
+    assert all(one["two_graphs"] and not one["clocks_us"] for one in whole["ways"].values())
+    ahead = decoded.compared(gpu, tmp_path, "half, ahead", turns.append)
+    assert all(one["ahead"] for one in ahead["ways"].values())
+    lines = decoded.table({"half": half, "all": whole})
+    assert "half, plain: " in lines
+    assert "all: " in lines
+
+
 def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path):
     from gpu.record import Cell, Record
 

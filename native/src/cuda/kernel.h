@@ -1,7 +1,7 @@
 // Launches a kernel that another library has built and loaded, such as one of Triton.
 //
-// Triton's own launch goes through its Python: it takes the host several times as long as the driver needs, for
-// each of the two or three kernels of every expert layer of every decoded token.
+// Triton's own launch goes through its Python: it takes the host several times as long as the driver needs,
+// for each of the two or three kernels of every expert layer of every decoded token.
 #pragma once
 
 #include <cstddef>

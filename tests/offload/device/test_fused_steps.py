@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.models.decode.install import NativeModules
+from moechat.models.decode.norms import Norm
 from moechat.offload.fused_steps import FusedSteps, recognise_steps
 from moechat.offload.gpu_layer import GpuExpertLayer
+from moechat.offload.kernels import steps as step_kernels
 from moechat.offload.settings import OffloadOptions
 
 PROMPT = [5, 17, 9, 33, 21]
@@ -69,6 +71,10 @@ def kernels(graphs) -> int:
     return count
 
 
+def _no_experts(_, asked, into=None, packed=None):
+    return (torch.empty_like(asked.x) if into is None else into).zero_()
+
+
 def replaced(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
@@ -92,13 +98,7 @@ def test_recorded_passes_launch_far_fewer_kernels_for_the_same_logits(
         assert len(decoder._steps.norms) == FOUND[family][0]
         decoder._forget()
         decoder._steps = FusedSteps()
-        monkeypatch.setattr(
-            GpuExpertLayer,
-            "answer",
-            lambda _, asked, into=None, packed=None: (
-                torch.empty_like(asked.x) if into is None else into
-            ).zero_(),
-        )
+        monkeypatch.setattr(GpuExpertLayer, "answer", _no_experts)
         feed(engine, passes[:2])
         many = kernels(gpu.graphs_made[-1])
         assert engine.notices() == []
@@ -206,3 +206,34 @@ def test_a_model_without_weights_has_no_steps() -> None:
     steps = recognise_steps(model)
     assert not steps.norms
     assert not steps.routers
+
+
+def fails(*_: object) -> torch.Tensor:
+    raise RuntimeError("no such instruction")
+
+
+def doubles(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return 2 * norm.apply(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"), [(fails, "no such instruction"), (doubles, "a replay differed from the model's own")]
+)
+def test_kernels_that_fail_or_differ_leave_graphs_of_torch_s(
+    norm, why: str, gpu, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
+    monkeypatch.setattr(GpuExpertLayer, "answer", _no_experts)
+    write_tiny_checkpoint(tmp_path / "tiny", config_of("qwen3_moe"))
+    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
+    with load(tmp_path / "tiny", gpu) as engine:
+        expected = feed(engine, passes)
+        assert engine.notices() == []
+    monkeypatch.setattr(step_kernels, "rms_norm", norm)
+    with load(tmp_path / "tiny", gpu) as engine:
+        found = feed(engine, passes)
+        assert engine.loaded.decoder._recording is not None, "graphs are still there"
+        (note,) = engine.notices()
+        assert note.startswith("torch computes norms, rotary embedding and routers, which is slower")
+        assert why in note
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
