@@ -52,7 +52,7 @@ moechat plan --list-gpus
 _PROFILE_HELP = """\
 Measure this machine once, and show the figures.
 
-Measures disk, memory and expert kernels, alone and together, in about 20 seconds, and a GPU in about 10 \
+Measures disk, memory and expert kernels, alone and together, in about 20 seconds, and a GPU in about 20 \
 more; the first time its kernels are built, which can take a minute. The figures are saved for plans and \
 tuning, and shown without measuring the next time. With --model, also times that model's layers.
 

@@ -73,10 +73,13 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _measure(quiet: bool, notice: Callable[[str], None]) -> Measurement:
+    from moechat.hardware.gpu import find_gpus
     from moechat.hardware.measure import measure
     from moechat.hardware.measured_file import save_measurement
 
-    with _progress("measuring this machine, about 20 seconds", quiet) as report:
+    # Building its kernels for the first time takes the most.
+    what = " and its GPU, up to two minutes the first time" if find_gpus().best else ", about 20 seconds"
+    with _progress(f"measuring this machine{what}", quiet) as report:
         measurement = measure(report, open_card=_open_card)
     try:
         path = save_measurement(measurement)
