@@ -48,6 +48,7 @@ from moechat.reply_formats.grammar import Grammar
 from moechat.sampling_ranges import MOST_SEED
 from moechat.steps import MOST_LOGPROBS, Step
 from moechat.store.file_problems import failures_explained
+from moechat.store.verified_inputs import verified_inputs
 from moechat.tuner import Tuning
 from moechat.validation import known_keywords, require_callable, require_known, require_model, require_whole
 
@@ -161,8 +162,9 @@ class Engine:
         self.context_length = plan.context
         self._system = system
         self._meter = Meter(loaded.near, loaded.counters)
-        self._generation_config = load_generation_config(path)
-        tokenizer = load_tokenizer(path)
+        with verified_inputs(loaded.store) as directory:
+            self._generation_config = load_generation_config(directory)
+            tokenizer = load_tokenizer(directory, named=path)
         self.passes = PassRunner(name, loaded, self._meter)
         self.decoder = Decoder(
             self.passes,

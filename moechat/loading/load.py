@@ -22,7 +22,7 @@ from moechat.loading.learned import requests_for
 from moechat.loading.model import LoadedModel, Progress, Report
 from moechat.loading.weights import load_weights
 from moechat.models.outlining import outline_skeleton
-from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.models.skeleton import Skeleton, build_skeleton, config_from
 from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
@@ -36,7 +36,9 @@ from moechat.options import LoadOptions
 from moechat.sizes.context_length import context_length, stated_context
 from moechat.sizes.model_outline import ModelOutline
 from moechat.store.background_check import BackgroundCheck
+from moechat.store.checkpoint_files import CONFIG_FILE, config_of
 from moechat.store.store import Store
+from moechat.store.verified_inputs import verified_bytes
 
 
 def load_model(store: Store, options: LoadOptions, *, offload: OffloadOptions, report: Report) -> LoadedModel:
@@ -79,7 +81,7 @@ def _load(
     settings = _settings(options, offload)
     refuse_without_replay(settings, offload.replay)
     report(Progress("load", 0, None, "dense weights"))
-    config = load_config(store.path)
+    config = config_from(config_of(store.path / CONFIG_FILE, verified_bytes(store, CONFIG_FILE)), store.path)
     ctx = None if options.ctx is None else context_length(stated_context(config), options.ctx)
     dtype = placement.dtype(options.dtype)
     register()

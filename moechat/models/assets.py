@@ -40,8 +40,12 @@ def require_assets(directory: Path) -> None:
     load_tokenizer(directory)
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path, *, named: Path | None = None) -> Any:
     """Load the transformers tokenizer in ``directory``; ``None`` if there is none.
+
+    Args:
+        directory: With its files.
+        named: What messages call the directory; ``None``: as it is.
 
     Raises:
         UnsupportedModelError: Its files cannot be used, or require custom code.
@@ -55,19 +59,21 @@ def load_tokenizer(directory: Path) -> Any:
     if (directory / CONFIG_FILE).exists():
         read_config(directory)  # transformers reads it too
     require_loadable(directory / "tokenizer.json")
+    where = directory if named is None else named
     try:
-        with failures_explained(directory), panics_reported(f"{directory}"):
+        with failures_explained(where), panics_reported(f"{where}"):
             tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), trust_remote_code=False, local_files_only=True
             )
         _ = tokenizer.all_special_ids  # fails without end if unk_token is no token
-        require_bounded_tokenizer(tokenizer, f"{directory}", LINEAR_PATTERNS)
+        require_bounded_tokenizer(tokenizer, f"{where}", LINEAR_PATTERNS)
+        tokenizer.name_or_path = str(where)
         return tokenizer
     except (ModelRulesError, DoesNotFitError, StoreDamagedError):
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"the tokenizer in {directory} cannot be used: {type(error).__name__}: {one_line(error)}",
+            f"the tokenizer in {where} cannot be used: {type(error).__name__}: {one_line(error)}",
             hint="fetch its files again (tokenizer.json, tokenizer_config.json), from the model's repository",
         ) from error
 

@@ -84,6 +84,19 @@ class Damage:
         }
 
 
+def differs(record: FileRecord, digest: str) -> str:
+    """What is wrong with a file of another hash, to follow its name in a sentence.
+
+    Args:
+        record: Of the manifest.
+        digest: The file's SHA-256, hexadecimal.
+    """
+    return (
+        f"({format_bytes(record.bytes)}) is damaged: its SHA-256 is {digest[:12]}…, "
+        f"the manifest says {record.sha256[:12]}…"
+    )
+
+
 class RecordSums:
     """The checksums of the records of a file that is read from its beginning to its end.
 
@@ -205,10 +218,7 @@ class FileCheck:
     def _compare(self, digest: str) -> Damage | None:
         if digest == self._record.sha256:
             return None
-        reason = (
-            f"({format_bytes(self._record.bytes)}) is damaged: its SHA-256 is {digest[:12]}…, "
-            f"the manifest says {self._record.sha256[:12]}…"
-        )
+        reason = differs(self._record, digest)
         records, known, found = self._records, self._known, self.checksums
         if records is None:
             return Damage(self._path, reason)

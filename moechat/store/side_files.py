@@ -14,6 +14,8 @@ MAX_SIDE_FILE_BYTES = 256 << 20
 # Any of them is a tokenizer.
 _TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"})
 
+# It only says what to load early, and may be large.
+_PREDICTOR = "preload.safetensors"
 # Allow-lists: code and pickles are never on them.
 _INPUTS = (
     "generation_config.json",
@@ -34,7 +36,7 @@ _INPUTS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-    "preload.safetensors",
+    _PREDICTOR,
 )
 # For people to read: no result depends on them, so they are not part of a source's identity.
 _DOCUMENTS = (
@@ -59,6 +61,11 @@ def is_kept(name: str) -> bool:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Whether a tokenizer is among files of these names."""
     return not _TOKENIZERS.isdisjoint(names)
+
+
+def is_input(name: str) -> bool:
+    """Whether results depend on a file of this name: tokenizer, templates, settings."""
+    return _is_allowed(name, _INPUTS) and name != _PREDICTOR
 
 
 def is_document(name: str) -> bool:

@@ -46,7 +46,11 @@ def count(command: CountCommand) -> int:
 def _directory(ref: ModelRef) -> Iterator[Path]:
     """The directory with a model's configuration and tokenizer; of a GGUF file they are made."""
     if ref.store is not None:
-        yield ref.store
+        from moechat.store.store import Store
+        from moechat.store.verified_inputs import verified_inputs
+
+        with verified_inputs(Store.open(ref.store)) as directory:
+            yield directory
         return
     assert ref.checkpoint is not None
     if ref.checkpoint.is_dir():

@@ -1,0 +1,76 @@
+"""The small files of a store for those that load a model: exactly the bytes that the manifest lists.
+
+Verification compares files with their hashes now and then; experts and dense weights have checksums that are
+compared whenever they are read. A wrong byte in a tokenizer, a chat template or a configuration changes
+answers just as silently, so these files are read once, compared, and used as they were compared: libraries
+that read them by name get a private copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from moechat.errors import StoreDamagedError
+from moechat.store.checkpoint_files import CONFIG_FILE
+from moechat.store.file_check import differs
+from moechat.store.file_problems import file_problem
+from moechat.store.side_files import is_input
+from moechat.store.store import Store
+
+# A disk or a cable may deliver a wrong byte once; what is wrong twice is wrong there.
+_TRIES = 2
+
+
+def verified_bytes(store: Store, name: str) -> bytes:
+    """Content of a file that the manifest lists.
+
+    Raises:
+        StoreDamagedError: It is not as the manifest says, or the disk fails.
+        DoesNotFitError: The system refuses memory, or an open file.
+        KeyError: The manifest does not list it.
+    """
+    path, record = store.path / name, store.manifest.files[name]
+    digest = ""
+    for _ in range(_TRIES):
+        try:
+            content = path.read_bytes()
+        except OSError as problem:
+            raise file_problem(path, problem, StoreDamagedError, "read") from problem
+        digest = hashlib.sha256(content).hexdigest()
+        if digest == record.sha256:
+            return content
+    raise store.damaged(f"{path} {differs(record, digest)}")
+
+
+@contextmanager
+def verified_inputs(store: Store) -> Iterator[Path]:
+    """A directory with configuration, tokenizer, chat templates and generation settings, for the block.
+
+    Where no copy can be made, for want of room say, it is the store's own; its files were compared at least.
+
+    Raises:
+        StoreDamagedError: As :func:`verified_bytes`.
+        DoesNotFitError: Likewise.
+    """
+    contents = {
+        name: verified_bytes(store, name)
+        for name in store.manifest.files
+        if name == CONFIG_FILE or is_input(name)
+    }
+    with ExitStack() as stack:
+        yield _copied(contents, stack) or store.path
+
+
+def _copied(contents: dict[str, bytes], stack: ExitStack) -> Path | None:
+    try:
+        copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moechat-")))
+        for name, content in contents.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(content)
+    except OSError:
+        return None
+    return copy
