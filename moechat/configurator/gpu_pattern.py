@@ -11,11 +11,12 @@ Where every block is on the GPU (:func:`runs_ahead`), a token is two graphs::
 
 Else a layer of a token::
 
-    host   graph of the layer's dense part ─ copy of the choice to the host ─ waits ─ Python, cache, link
+    host   graph of the layer's dense part ─ waits ─ Python, cache, link
            ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
-    GPU    dense part ────────── the choice ────────(idle)──────── kernels, each behind its lists and copies
+    GPU    dense part ─ copy of the choice ─────(idle)──────── kernels, each behind its lists and copies
 
-Published times are of other programs and machines; none was measured with this engine on a GPU.
+Published times are of other programs and machines. Two were measured with this engine, on an H100 whose host
+is a virtual machine: the time of a kernel in a graph, and the number of kernels.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from moechat.hardware.profile import Figure, GpuFigures
 
 # Host: replaying a graph. 3.5 to 8 us of processor time (CUDA.jl's manual, usage/graphs).
 GRAPH_CALL = 8e-6
-# GPU: from one kernel of a graph to the next. A chain of empty kernels takes 15 us and 0.58 us for each,
-# until the host knows (RTX 5070 Ti Laptop; https://github.com/ahrefs/ocannl/issues/488).
-GRAPH_KERNEL = 0.6e-6
-# GPU: from the call to the first kernel, on an idle GPU: those 15 us without the call and the wait.
+# GPU: from one small kernel of a graph to the next. Norms, casts, additions and the like run for 1.0 to 2.7
+# us, and the next begins 0.3 to 0.6 us later (H100, torch's profiler over recorded passes of Qwen3-30B-A3B).
+# Empty ones take 0.58 us each (RTX 5070 Ti Laptop; https://github.com/ahrefs/ocannl/issues/488).
+GRAPH_KERNEL = 1.9e-6
+# GPU: from the call to the first kernel, on an idle GPU. A chain of those empty ones takes 15 us besides, until
+# the host knows: without the call and the wait.
 LAUNCH_LATENCY = 4e-6
-# Host: one kernel of Triton from Python: 8.7 us (GB200; https://github.com/vllm-project/vllm/pull/34838) to
-# 11 us (https://github.com/meta-pytorch/tritonbench/pull/1002).
+# Host: one kernel from Python. Ours go to the driver from their second launch on; by Triton it would take
+# 8.7 us (GB200; https://github.com/vllm-project/vllm/pull/34838) to 11 us
+# (https://github.com/meta-pytorch/tritonbench/pull/1002).
 TRITON_CALL = 11e-6
 # GPU: from one kernel of a stream to the next, if it was launched beforehand (RTX 3080;
 # https://github.com/facebookincubator/velox/pull/6096).
@@ -63,9 +67,10 @@ LAYER_HOST = LAYER_PYTHON + LAYER_NATIVE
 LAYER_ACCOUNT = 6.5e-6
 # Host: sampling, text, the token's number and position to the GPU, for each token.
 TOKEN_HOST = 200e-6
-# Kernels of a decoder layer, counted in transformers' Mixtral and Qwen3-MoE: norms, projections, rotary,
-# cache, attention, residuals, router, top-k, and the request; and of the head.
-DENSE_KERNELS = 40
+# Kernels of a decoder layer, counted on the H100 for Qwen3-MoE: norms, projections, rotary, cache,
+# attention, residuals, router, choice, the request and its copy to the host; and of the head. Mixtral has two
+# norms less.
+DENSE_KERNELS = 25
 HEAD_KERNELS = 6
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1

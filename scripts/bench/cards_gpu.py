@@ -159,8 +159,7 @@ class Clock:
             h2d=alone,
             h2d_together=alone if link.together is None else link.together.value,
             d2h=alone,
-            # As the profiles say it: each transfer takes so long besides its bytes.
-            copy_overhead=max(0.0, sizes[0] / link.bandwidth[sizes[0]].value - sizes[0] / alone),
+            copy_overhead=copy_overhead(profile),
             cpu=cpu,
             cpu_together=together[nearest_bits(shape.bits, together)].value if together else cpu,
             copy_call=pattern.COPY_CALL,
@@ -173,6 +172,13 @@ class Clock:
             wake_link=pattern.WAKE_POLLING,
             turns=1.0,
         )
+
+
+def copy_overhead(profile: HardwareProfile) -> float:
+    """Seconds of a transfer besides its bytes, as the profile says it."""
+    found = profile.links["gpu"].bandwidth
+    sizes = sorted(found)
+    return max(0.0, sizes[0] / found[sizes[0]].value - sizes[0] / found[sizes[-1]].value)
 
 
 def no_memory(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -347,7 +353,9 @@ class TimedGpu(Accelerator):
         self.recording: TimedGraph | None = None
         self._handle = clock.stream()
         rate = DENSE_SHARE * self.bandwidth
+        # The copy of the choice to the host is recorded behind the dense part.
         self._layer = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
+        self._copied = copy_overhead(profile)
         self._head = shape.head_bytes / rate
 
     def mark(self) -> float:
@@ -375,7 +383,7 @@ class TimedGpu(Accelerator):
     def layer(self) -> None:
         """The dense part of a layer, which takes no time where it is not recorded."""
         if self.recording is not None:
-            self.recording.add(self._layer, pattern.DENSE_KERNELS)
+            self.recording.add(self._layer + self._copied, pattern.DENSE_KERNELS)
 
     def head(self) -> None:
         """The head, likewise."""
@@ -433,11 +441,14 @@ class TimedGpu(Accelerator):
 
     def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:
         self.clock.copy(self._handle, packed.nbytes, to_host=True)
+        return self.arrived(packed)
+
+    def arrived(self, landed: torch.Tensor) -> npt.NDArray[np.int32]:
         self.clock.spend(pattern.EVENT_CALL)
         self.clock.finish(self._handle)
         self.clock.spend(self._layer_host)
         self.answered += 1
-        return self.answers(self.answered - 1, packed.numel())
+        return self.answers(self.answered - 1, landed.numel())
 
     def graphs(self) -> TimedGraphs:
         return TimedGraphs(self)

