@@ -31,8 +31,8 @@ GRAPH_CALL = 8e-6
 # us, and the next begins 0.3 to 0.6 us later (H100, torch's profiler over recorded passes of Qwen3-30B-A3B).
 # Empty ones take 0.58 us each (RTX 5070 Ti Laptop; https://github.com/ahrefs/ocannl/issues/488).
 GRAPH_KERNEL = 1.9e-6
-# GPU: from the call to the first kernel, on an idle GPU. A chain of those empty ones takes 15 us besides, until
-# the host knows: without the call and the wait.
+# GPU: from the call to the first kernel, on an idle GPU. A chain of those empty ones takes 15 us besides,
+# until the host knows: without the call and the wait.
 LAUNCH_LATENCY = 4e-6
 # Host: one kernel from Python. Ours go to the driver from their second launch on; by Triton it would take
 # 8.7 us (GB200; https://github.com/vllm-project/vllm/pull/34838) to 11 us
