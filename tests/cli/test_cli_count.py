@@ -73,11 +73,22 @@ def test_what_cannot_be_counted_is_refused(
 
 def test_without_a_chat_template_or_a_tokenizer_nothing_is_counted(cli: Cli, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    shutil.copytree(DEMO, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    shutil.copytree(DEMO, bare, ignore=shutil.ignore_patterns("chat_template*", "manifest.json"))
     assert "has no chat template" in cli.call("count", str(bare), "hi", "--chat").err
     assert cli.call("count", str(bare), "hi").status == 0
     (bare / "tokenizer.json").unlink()
     assert "has no tokenizer" in cli.call("count", str(bare), "hi").err
+
+
+def test_a_store_whose_tokenizer_differs_is_refused(cli: Cli, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(DEMO, store)
+    tokenizer = store / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
+    found = cli.call("count", str(store), "hi")
+    assert found.status == 6
+    assert "tokenizer.json" in found.err
+    assert "is damaged" in found.err
 
 
 def test_errors_come_before_torch_is_imported(cli: Cli) -> None:
