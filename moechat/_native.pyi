@@ -854,10 +854,15 @@ def cuda_copy_in(stream: int, to: int, source: int, nbytes: int) -> None:
         CudaError: The driver refused.
     """
 
-def cuda_finish(stream: int) -> None:
-    """Wait for the work of a stream (CUstream) of the current context.
+def cuda_finish(stream: int, device: int = 0) -> None:
+    """Wait for the work of a stream (CUstream) of a GPU.
+
+    Args:
+        stream: Handle; 0: the default one.
+        device: Number of the GPU.
 
     Raises:
+        CudaUnavailableError: There is no usable driver or no such GPU.
         CudaError: The work, or other work of this process, has failed.
     """
 

@@ -197,7 +197,7 @@ class Accelerator:
 
     def finish_stream(self) -> None:
         """Wait for the work of the current stream only."""
-        _native.cuda_finish(self.stream())
+        _native.cuda_finish(self.stream(), self.ordinal)
 
     def mark(self) -> Any:
         """An event in the current stream, whose time the GPU notes when it gets there."""

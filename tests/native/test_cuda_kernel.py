@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,13 +42,13 @@ class FakeKernel(ctypes.Structure):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _driver() -> Iterator[None]:
+def cuda() -> Iterator[FakeCuda]:
     """The fake driver, opened by this process."""
     with pytest.MonkeyPatch.context() as patch:
         cuda = FakeCuda()
         patch.setenv(VARIABLE, str(cuda.path))
         assert _native.cuda_driver_version() == 12080
-        yield
+        yield cuda
 
 
 def test_a_launch_passes_the_grid_and_every_value() -> None:
@@ -91,6 +92,14 @@ def test_the_driver_s_refusal_is_an_error_with_the_call_s_name() -> None:
     kernel = _native.CudaKernel(fake.address, 32, 0, "p")
     with pytest.raises(_native.CudaError, match="cuLaunchKernel"):
         kernel(0, 0, 1, 1, 5)
+
+
+def test_a_thread_without_a_context_can_wait_for_a_stream(cuda: FakeCuda) -> None:
+    stream = cuda.stream()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(_native.cuda_finish, stream.handle).result()
+    with pytest.raises(_native.CudaUnavailableError):
+        _native.cuda_finish(stream.handle, 99)
 
 
 def compiled(fake: FakeKernel, signature: dict[str, str], **metadata: Any) -> Any:

@@ -157,8 +157,10 @@ void copy_in(std::uintptr_t stream, std::uint64_t to, std::uintptr_t from, std::
               "cuMemcpyHtoDAsync");
 }
 
-void finish(std::uintptr_t stream) {
+// A thread may wait that has not computed on the GPU yet.
+void finish(std::uintptr_t stream, int device) {
   const ReleaseGil released;
+  const cuda::Current current(cuda::primary_context(device));
   cuda::check(cuda::driver().stream_synchronize(reinterpret_cast<void*>(stream)), "cuStreamSynchronize");
 }
 
@@ -192,7 +194,7 @@ void bind_cuda(py::module_& m) {
            py::arg("function"), py::arg("threads"), py::arg("shared_bytes"), py::arg("kinds"))
       .def("__call__", &launch);
   m.def("cuda_copy_in", &copy_in, py::arg("stream"), py::arg("to"), py::arg("source"), py::arg("nbytes"));
-  m.def("cuda_finish", &finish, py::arg("stream"));
+  m.def("cuda_finish", &finish, py::arg("stream"), py::arg("device") = 0);
   m.def("cuda_driver_version", &driver_version);
   m.def("cuda_memory", &memory, py::arg("device") = 0);
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
