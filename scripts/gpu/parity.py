@@ -51,7 +51,7 @@ def cells(gpu: Accelerator, work: Path, *, tests: bool = True) -> list[Cell]:
     found = []
     if tests:
         found = [
-            Cell("tests of the kernels", lambda: pytest("tests/offload/kernels"), 120),
+            Cell("tests of the kernels", lambda: pytest("tests/offload/kernels"), 200),
             Cell("tests of the engine", lambda: pytest("-m", "gpu", "tests/gpu"), 240),
             Cell("measuring", lambda: pytest("-m", "gpu", "tests/offload/test_real_gpu_profile.py"), 120),
         ]

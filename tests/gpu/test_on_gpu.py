@@ -16,6 +16,7 @@ from homes import shared_home
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
+from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.settings import OffloadOptions
 
@@ -179,6 +180,30 @@ def test_graphs_give_what_passes_give(
     # In 16 bits a tie may go to another expert.
     off = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert off.median() < 1e-2 if dtype == "float16" else off.max() < 1e-4
+
+
+@pytest.mark.parametrize(("pages", "ahead"), [(None, None), (None, "0"), (9, "1"), (9, None)])
+def test_the_gpu_looks_experts_up_where_it_should(
+    model: Path, pages: int | None, ahead: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(engine) -> list[int]:
+        return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=24, temperature=0.0)]
+
+    plain = {"dtype": "float32", "ctx": 64}
+    with moechat.load(model, dense_bits=16, activation_bits=32, **plain) as engine:
+        expected = tokens(engine)
+    if ahead is not None:
+        monkeypatch.setenv(RUN_AHEAD_VARIABLE, ahead)
+    with moechat.load(
+        model, device="cuda", system="moepic", offload=OffloadOptions(pages=pages), **plain
+    ) as engine:
+        assert tokens(engine) == expected
+        recording = engine.loaded.decoder._recording
+        assert recording is not None
+        assert (recording.ahead is not None) == (ahead == "1" or (pages is None and ahead is None))
+        assert (recording.complete is not None) == (pages is None and ahead is None)
+        assert engine.notices() == []
+        assert engine.loaded.near.runner.check() == ""
 
 
 def test_a_pass_that_cannot_be_recorded_leaves_the_gpu_usable(
