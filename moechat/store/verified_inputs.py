@@ -21,7 +21,7 @@ from moechat.store.file_problems import file_problem
 from moechat.store.side_files import is_input
 from moechat.store.store import Store
 
-# A disk or a cable may deliver a wrong byte once; what is wrong twice is wrong there.
+# One read may return a wrong byte. If the second one differs too, the file is damaged.
 _TRIES = 2
 
 
