@@ -73,7 +73,7 @@ class Record:
         return bool(self._fell)
 
     def table(self) -> str:
-        """Counts by class and phase, then what fell by cause, with commands that show it again."""
+        """Counts by class and phase, then what fell by cause, with the commands that repeat it."""
         lines = [f"{'class / phase':<32}{'tried':>12}{'held':>12}{'fell':>8}"]
         total: Counter[str] = Counter()
         for title, counts in sorted(self._counts.items()):
