@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,9 +40,11 @@ from moechat.store.kept import choose_bits
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.quantizer import CALIBRATED, quantizer_of
+from moechat.store.range_sums import RangeSums
 from moechat.store.revision import record_revision
-from moechat.store.shard_supply import ShardSupply
+from moechat.store.shard_supply import FetchedShard, ShardSupply
 from moechat.store.store import Store
+from moechat.store.streamed_checkpoint import Shard
 
 Notice = Callable[[str], None]
 _COPY_CHUNK = 8 << 20
@@ -152,7 +154,7 @@ class Download:
         checkpoint = checkpoint_from_headers(self._source, transfer.remote, self._selection, self._headers)
         plan = plan_checkpoint(checkpoint)
         require_assets(checkpoint.path)
-        shards = _HubShards(self._source, self._selection.shards, transfer)
+        shards = _HubShards(self._source, self._selection.shards, transfer, checkpoint.shards)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
         calibration, quantizer = None, "auto"
         if repair is not None:
@@ -242,19 +244,28 @@ class _State:
 class _HubShards:
     """Fetches shards from the hub; reads those in the cache of huggingface_hub in place."""
 
-    def __init__(self, directory: Path, files: dict[str, RemoteFile], transfer: Transfer) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        files: dict[str, RemoteFile],
+        transfer: Transfer,
+        shards: Mapping[str, Shard],
+    ) -> None:
         self._directory = directory
         self._files = files
         self._transfer = transfer
-        self._checked: set[str] = set()
+        # Of what has been checked in this process.
+        self._sums: dict[str, RangeSums] = {}
+        self._shards = shards
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str) -> FetchedShard:
         cached = self._cached(name)
         if cached is None:
             self.fetch_into_directory(name)
-            return self._directory / name
+            return FetchedShard(self._directory / name, self._sums[name].found)
+        path, sums = cached
         self._transfer.advance(self._files[name].size)
-        return cached
+        return FetchedShard(path, sums.found)
 
     def fetch_into_directory(self, name: str) -> None:
         """Fetch a shard into the directory, copying it from the cache if it is there."""
@@ -264,27 +275,32 @@ class _HubShards:
             # Copied to the name of an unfinished download, so that an interrupted copy is resumed.
             part = own.with_name(own.name + PART_SUFFIX)
             part.unlink(missing_ok=True)
-            with open(cached, "rb") as source, open(part, "wb") as target:
+            with open(cached[0], "rb") as source, open(part, "wb") as target:
                 while data := source.read(_COPY_CHUNK):
                     self._transfer.stop.check()
                     target.write(data)
-        if name not in self._checked or not own.exists():
-            self._transfer.fetch(self._files[name], own)
-            self._checked.add(name)
+        if name not in self._sums or not own.exists():
+            sums = self._new_sums(name)
+            self._transfer.fetch(self._files[name], own, sums)
+            self._sums[name] = sums
 
     def expect(self, name: str | None) -> None:
         """Do nothing: shards are fetched when needed."""
 
     def discard(self, name: str) -> None:
-        self._checked.discard(name)
+        self._sums.pop(name, None)
         (self._directory / name).unlink(missing_ok=True)
 
-    def _cached(self, name: str) -> Path | None:
+    def _cached(self, name: str) -> tuple[Path, RangeSums] | None:
         if (self._directory / name).exists():
             return None
-        cached = cached_file(self._transfer.remote, name)
-        whole = cached is not None and is_whole(cached, self._files[name], self._transfer.stop.check)
-        return cached if whole else None
+        cached, sums = cached_file(self._transfer.remote, name), self._new_sums(name)
+        if cached is None or not is_whole(cached, self._files[name], self._transfer.stop.check, sums):
+            return None
+        return cached, sums
+
+    def _new_sums(self, name: str) -> RangeSums:
+        return RangeSums(self._shards[name].ranges)
 
 
 def _without_repeats(notice: Notice) -> Notice:

@@ -29,7 +29,7 @@ from moechat.store.files import format_bytes
 from moechat.store.outline import ExpertsFile, PlannedFile, SideFile, StoreOutline, outline_store
 from moechat.store.peak_disk import peak_disk_bytes
 from moechat.store.quantizer import make_packer
-from moechat.store.shard_supply import ShardSupply
+from moechat.store.shard_supply import FetchedShard, ShardSupply
 from moechat.store.side_files import has_tokenizer
 from moechat.store.store import Store
 from moechat.store.streamed_checkpoint import StreamedCheckpoint
@@ -239,7 +239,7 @@ def choose_calibration(make: Callable[[bool], Planned], possible: bool) -> Plann
 class _NoSource:
     """Stands in for a source of shards while planning, where it is never called."""
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str) -> FetchedShard:
         raise AssertionError(f"planning fetches {name}")
 
     def expect(self, name: str | None) -> None:

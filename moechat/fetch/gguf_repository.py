@@ -114,6 +114,8 @@ def read_gguf_header(transfer: Transfer, file: RemoteFile) -> bytes:
 class GgufShard(Shard):
     """A GGUF file of a repository; see :class:`Shard`."""
 
+    _PLAIN = False
+
     def __init__(
         self, path: Path, header: GgufHeader, file_bytes: int, sources: Mapping[str, GgufSource]
     ) -> None:

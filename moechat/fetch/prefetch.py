@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Self, TypeVar
 
-from moechat.store.shard_supply import ShardSource
+from moechat.store.shard_supply import FetchedShard, ShardSource
 
 # Enough for the write in progress when the thread is stopped.
 _STOP_WAIT_S = 1.0
@@ -134,17 +133,17 @@ class PrefetchingSource:
         self._on_wait = on_wait
         self._ahead = ahead
         self._prefetched: str | None = None
-        self._path: Path | None = None
+        self._fetched: FetchedShard | None = None
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str) -> FetchedShard:
         """See :class:`ShardSource`; raises the exceptions of the source."""
         self._on_wait(name)
         if self._prefetched != name:
             self._start(name)
         self._background.wait()
         self._prefetched = None
-        assert self._path is not None
-        return self._path
+        assert self._fetched is not None
+        return self._fetched
 
     def expect(self, name: str | None) -> None:
         """See :class:`ShardSource`."""
@@ -159,7 +158,7 @@ class PrefetchingSource:
 
     def _start(self, name: str) -> None:
         def fetch() -> None:
-            self._path = self._source.fetch(name)
+            self._fetched = self._source.fetch(name)
 
         self._background.start(fetch)
         self._prefetched = name

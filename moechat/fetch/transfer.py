@@ -27,6 +27,7 @@ from moechat.fetch.hub_errors import translate_hub_errors
 from moechat.fetch.repository import RemoteFile, RemoteRepository
 from moechat.fetch.retry import RetryPolicy
 from moechat.fetch.stop_switch import StopSwitch
+from moechat.store.range_sums import RangeSums
 
 PART_SUFFIX = ".part"
 _CHUNK = 1 << 20
@@ -57,8 +58,13 @@ class Transfer:
     stop: StopSwitch = field(default_factory=StopSwitch)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
-    def fetch(self, file: RemoteFile, destination: Path) -> None:
+    def fetch(self, file: RemoteFile, destination: Path, sums: RangeSums | None = None) -> None:
         """Download a file, unless it is present, and check it.
+
+        Args:
+            file: The file.
+            destination: Where it goes.
+            sums: Gets exactly the bytes whose hash is right.
 
         Raises:
             DownloadError: Size or hash do not match; the bytes are discarded.
@@ -69,13 +75,13 @@ class Transfer:
             TransferStopped: ``stop`` was used; the bytes so far are kept.
         """
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if is_whole(destination, file, self.stop.check):
+        if is_whole(destination, file, self.stop.check, sums):
             self.advance(file.size)
             return
         part = destination.with_name(destination.name + PART_SUFFIX)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(part, flags, 0o644), "r+b") as target:
-            download = _Download(self, file, target)
+            download = _Download(self, file, target, sums)
             resumed = download.resume()
             download.complete()
             found = download.hash()
@@ -216,10 +222,15 @@ def _reason(problem: Any) -> str:
 class _Download:
     """The download of one file into an open file.
 
-    Invariant: the file holds ``_done`` bytes, and ``_digest`` is the hash of exactly these.
+    Invariant: the file holds ``_done`` bytes, and ``_digest`` is the hash of exactly these, which ``_sums``
+    has been given.
     """
 
-    def __init__(self, transfer: Transfer, file: RemoteFile, target: BinaryIO) -> None:
+    def __init__(
+        self, transfer: Transfer, file: RemoteFile, target: BinaryIO, sums: RangeSums | None = None
+    ) -> None:
+        self._sums = RangeSums() if sums is None else sums
+        self._sums.restart()
         self._transfer = transfer
         self._file = file
         self._target = target
@@ -244,6 +255,7 @@ class _Download:
         self._transfer.advance(-self._done)
         self._done = 0
         self._digest = _new_digest(self._file)
+        self._sums.restart()
 
     def hash(self) -> str:
         """The hash of the bytes so far, in the form of :attr:`RemoteFile.identity`."""
@@ -295,6 +307,7 @@ class _Download:
 
     def _count(self, data: bytes) -> None:
         self._digest.update(data)
+        self._sums.add(data)
         self._done += len(data)
         self._transfer.advance(len(data))
 
@@ -307,8 +320,22 @@ def _new_digest(file: RemoteFile) -> Any:
     return digest
 
 
-def is_whole(path: Path, file: RemoteFile, check: Callable[[], None] = lambda: None) -> bool:
-    """Whether a file is present with the size and hash of the hub's; ``check`` is called regularly."""
+def is_whole(
+    path: Path,
+    file: RemoteFile,
+    check: Callable[[], None] = lambda: None,
+    sums: RangeSums | None = None,
+) -> bool:
+    """Whether a file is present with the size and hash of the hub's.
+
+    Args:
+        path: Where it lies.
+        file: The hub's.
+        check: Called regularly.
+        sums: Gets its bytes.
+    """
+    sums = RangeSums() if sums is None else sums
+    sums.restart()
     try:
         if path.stat().st_size != file.size:
             return False
@@ -317,6 +344,7 @@ def is_whole(path: Path, file: RemoteFile, check: Callable[[], None] = lambda: N
             while data := source.read(_CHUNK):
                 check()
                 digest.update(data)
+                sums.add(data)
     except OSError:
         return False
     return str(digest.hexdigest()) == file.identity

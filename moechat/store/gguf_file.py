@@ -133,6 +133,10 @@ class GgufView:
         """See :meth:`GgufFile.is_current`."""
         return self._file.is_current()
 
+    def checksum(self, start: int, end: int) -> int:
+        """See :meth:`MappedFile.checksum`."""
+        return self._file.checksum(start, end)
+
     def place(self, name: str) -> str:
         """See :class:`moechat.store.tensors.TensorFile`."""
         return place_of(self.path, self._sources[name].tensor)

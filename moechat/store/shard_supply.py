@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Literal, Protocol
@@ -21,8 +21,9 @@ from moechat.errors import CheckpointError
 from moechat.store.encoded_file import dense_chunks, encodings_header, planned_dense
 from moechat.store.files import DurableFile
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile
+from moechat.store.range_sums import Range, checksum
 from moechat.store.safetensors_file import PlannedTensor
-from moechat.store.streamed_checkpoint import StreamedCheckpoint, checksum
+from moechat.store.streamed_checkpoint import StreamedCheckpoint
 
 DENSE_SUFFIX = ".dense"
 SUMS_SUFFIX = ".sums"
@@ -47,11 +48,24 @@ class Supply(Protocol):
         """Note that a file is written and durable."""
 
 
+@dataclass(frozen=True)
+class FetchedShard:
+    """A complete shard, whose hash has been checked.
+
+    Attributes:
+        path: The file.
+        sums: CRC-32C of the bytes of its tensors, when the hash was right.
+    """
+
+    path: Path
+    sums: Mapping[Range, int] = field(default_factory=dict)
+
+
 class ShardSource(Protocol):
     """Delivers shards."""
 
-    def fetch(self, name: str) -> Path:
-        """Fetch a complete, checked shard; returns its path."""
+    def fetch(self, name: str) -> FetchedShard:
+        """Fetch a shard."""
 
     def expect(self, name: str | None) -> None:
         """Announce the next shard, if any, so that it can be prefetched; raises prefetch errors."""
@@ -211,7 +225,8 @@ class ShardSupply:
                 continue
             if not shard.is_open or shard.is_reduced:
                 shard.close()
-                shard.open(self._source.fetch(name), whole=True)
+                fetched = self._source.fetch(name)
+                shard.open_whole(fetched.path, fetched.sums)
             if dense:
                 self._release(name)  # unless its experts are still needed
         shards = self._checkpoint.shards

@@ -12,21 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moechat import _native
 from moechat.errors import CheckpointError
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.mapped_file import place_of
+from moechat.store.range_sums import Range, checksum
 from moechat.store.safetensors_file import SafetensorsFile, TensorEntry, parse_header
 from moechat.store.tensors import EncodedFile, TensorFile
 
 _NO_SUMS: Mapping[str, int] = MappingProxyType({})
-
-
-def checksum(data: bytes | NDArray[np.uint8], before: int = 0) -> int:
-    """CRC-32C of bytes, after others whose checksum is ``before``."""
-    return _native.crc32c(np.frombuffer(data, np.uint8), before)
+_NO_RANGES: Mapping[Range, int] = MappingProxyType({})
 
 
 class Shard:
@@ -36,6 +32,9 @@ class Shard:
         path: Its path in the checkpoint directory, whether or not the file exists.
         tensors: The tensors listed in its header.
     """
+
+    # The pieces of a tensor are its bytes in the file.
+    _PLAIN = True
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorEntry], file_bytes: int) -> None:
         """Create from the tensors of the header; the file need not exist.
@@ -50,6 +49,7 @@ class Shard:
         self.tensors = tensors
         self._file: TensorFile | None = None
         self._sums: Mapping[str, int] = _NO_SUMS
+        self._unread: dict[Range, int] = {}  # checksums of what has not been read by the mapping yet
 
     @classmethod
     def of_header(cls, path: Path, header: bytes, file_bytes: int) -> Shard:
@@ -75,6 +75,28 @@ class Shard:
         """Whether only its dense tensors can be read."""
         return self._file is not None and len(self._file.tensors) < len(self.tensors)
 
+    @property
+    def ranges(self) -> set[Range]:
+        """Bytes of its tensors in the file."""
+        return {(entry.start, entry.end) for entry in self.tensors.values()}
+
+    def open_whole(self, path: Path, sums: Mapping[Range, int] = _NO_RANGES) -> None:
+        """Read from the shard itself.
+
+        Args:
+            path: The file.
+            sums: CRC-32C of :attr:`ranges`. What is read is compared with them: the hash of a download is
+                that of the bytes on their way to the disk.
+
+        Raises:
+            CheckpointError: Its tensors differ from those in the header.
+        """
+        self.open(path, whole=True)
+        self._unread = dict(sums)
+        if self._PLAIN:
+            entries = {name: (entry.start, entry.end) for name, entry in self.tensors.items()}
+            self._sums = {name: sums[one] for name, one in entries.items() if one in sums}
+
     def open(self, path: Path, *, whole: bool, sums: Mapping[str, int] = _NO_SUMS) -> None:
         """Read from a file: the shard itself, or its dense tensors.
 
@@ -92,11 +114,11 @@ class Shard:
             raise CheckpointError(
                 f"{path} does not hold the tensors that its header lists", hint="run the command again"
             )
-        self._file, self._sums = file, sums
+        self._file, self._sums, self._unread = file, sums, {}
 
     def close(self) -> None:
         """Close the file; a deleted file frees its space once no view of it is left."""
-        self._file, self._sums = None, _NO_SUMS
+        self._file, self._sums, self._unread = None, _NO_SUMS, {}
 
     @property
     def lost(self) -> int | None:
@@ -107,13 +129,22 @@ class Shard:
         """Whether the file is still the one that was opened."""
         return self._file is None or self._file.is_current()
 
+    def checksum(self, start: int, end: int) -> int:
+        """See :class:`moechat.store.tensors.TensorFile`; REQUIRES: the shard itself is open."""
+        assert self._file is not None
+        return self._file.checksum(start, end)
+
     def place(self, name: str) -> str:
         """See :class:`moechat.store.tensors.TensorFile`; known without the file."""
         return place_of(self.path, name)
 
     def array(self, name: str) -> NDArray[Any]:
-        """See :meth:`TensorFile.array`."""
-        return self._require_open(name).array(name)
+        """See :meth:`TensorFile.array`.
+
+        Raises:
+            CheckpointError: The tensor does not have its checksum.
+        """
+        return self._compared(name).array(name)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """See :meth:`TensorFile.chunks`.
@@ -121,8 +152,8 @@ class Shard:
         Raises:
             CheckpointError: After the last piece: the tensor does not have its checksum.
         """
-        file, sum_of = self._require_open(name), 0
-        expected = self._sums.get(name)
+        expected, sum_of = self._sums.get(name), 0
+        file = self._compared(name) if expected is None else self._require_open(name)
         for data in file.chunks(name):
             if expected is not None:
                 sum_of = checksum(data, sum_of)
@@ -146,7 +177,7 @@ class Shard:
 
     def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
         """See :class:`moechat.store.tensors.EncodedFile`."""
-        file = self._require_open(name)
+        file = self._compared(name)
         assert isinstance(file, EncodedFile)
         return file.encoded_rows(name, expert)
 
@@ -162,6 +193,17 @@ class Shard:
     def _whole(self, path: Path) -> TensorFile:
         """Open the shard itself."""
         return SafetensorsFile.open(path)
+
+    def _compared(self, name: str) -> TensorFile:
+        """The open file, whose bytes of a tensor are as they were downloaded."""
+        file, entry = self._require_open(name), self.tensors[name]
+        expected = self._unread.pop((entry.start, entry.end), None)
+        if expected is not None and file.checksum(entry.start, entry.end) != expected:
+            self._unread[entry.start, entry.end] = expected
+            raise CheckpointError(
+                f"{file.place(name)} has changed since it was saved", hint="run the command again"
+            )
+        return file
 
     def _require_open(self, name: str) -> TensorFile:
         if self._file is None or name not in self._file.tensors:

@@ -33,6 +33,7 @@ from library_support import (
 from moechat.cli.terminal.load_progress import LoadProgress
 from moechat.errors import DownloadError
 from moechat.fetch.prefetch import BackgroundCall, PrefetchingSource
+from moechat.store.shard_supply import FetchedShard
 from moechat.store.workspace import workspace_path
 
 # Well below what a stalled connection is borne here, well above what a busy machine needs to end a process.
@@ -267,12 +268,12 @@ class Shelf:
         self.errors: dict[str, Exception] = {}
         self.may_come = threading.Event()
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str) -> FetchedShard:
         self.asked.append(name)
         assert self.may_come.wait(PATIENCE_S)
         if name in self.errors:
             raise self.errors[name]
-        return Path(name)
+        return FetchedShard(Path(name))
 
     def expect(self, name: str | None) -> None:
         raise AssertionError
@@ -289,9 +290,9 @@ def test_only_one_shard_is_read_ahead() -> None:
         source.expect("b")
         wait_until(lambda: shelf.asked == ["a"])
         shelf.may_come.set()
-        assert source.fetch("a") == Path("a")
+        assert source.fetch("a").path == Path("a")
         source.expect(None)
-        assert source.fetch("b") == Path("b")
+        assert source.fetch("b").path == Path("b")
     assert shelf.asked == ["a", "b"]
     assert not fetching()
 

@@ -20,7 +20,7 @@ from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.outline import DenseFile, ExpertsFile, outline_store
 from moechat.store.peak_disk import peak_disk_bytes
 from moechat.store.quantizer import make_packer
-from moechat.store.shard_supply import ShardSupply
+from moechat.store.shard_supply import FetchedShard, ShardSupply
 from moechat.store.store import Store
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -45,14 +45,14 @@ class Shelf:
         ]
         self.most = max(self.most, sum(path.stat().st_size for path in places))
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str) -> FetchedShard:
         if name == self.fail_at:
             raise KeyboardInterrupt
         if not (self.here / name).exists():
             self.fetched.append(name)
             (self.here / name).write_bytes((self.source / name).read_bytes())
         self.look()
-        return self.here / name
+        return FetchedShard(self.here / name)
 
     def expect(self, name: str | None) -> None:
         if self.ahead and name is not None:
