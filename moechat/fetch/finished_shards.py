@@ -29,9 +29,12 @@ def remove_shards(ref: ModelRef, paths: Paths) -> None:
         ref: The model.
         paths: The user's directories.
     """
-    for item in find_leftovers(ref.name, paths):
-        finished = item.path.parent / item.path.stem.removeprefix(".")
-        if item.path.parent == paths.models and finished.is_dir():
+    models = paths.models
+    names = {item.path.stem for item in find_leftovers(ref.name, paths) if item.path.parent == models}
+    # Of a lock alone nobody sees that it is left.
+    names |= {lock.stem for lock in models.glob(f".{escape(ref.slug)}-*.lock")}
+    for finished in (models / name.removeprefix(".") for name in names):
+        if finished.is_dir():
             remove_stale_leftovers(finished)
     left = [item.path for item in find_leftovers(ref.name, paths)]
     if any(path.parent != paths.sources for path in left):

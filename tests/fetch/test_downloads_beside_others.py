@@ -233,23 +233,23 @@ def left_by_a_killed_run(program: Cli) -> Path:
     return source
 
 
-@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize("more", ["nothing", "workspace", "lock"])
 def test_shards_of_a_run_that_was_killed_at_its_end_are_removed_by_the_next(
-    inside: Cli, hub: Hub, workspace: bool
+    inside: Cli, hub: Hub, more: str
 ) -> None:
     assert inside.call("download", REPOSITORY).status == 0
     assert list(sources(inside).iterdir()) == []
     finished = set(models(inside).iterdir())
     source = left_by_a_killed_run(inside)
-    if workspace:  # killed between the renaming of the store and the removal of its work directory
+    if more == "workspace":  # killed between the renaming of the store and the removal of its work directory
         (models(inside) / ".tiny--moe-chat-4bit.partial").mkdir()
+    if more == "lock":  # the disk failed when it was to be removed
+        (models(inside) / ".tiny--moe-chat-4bit.lock").touch()
     assert inside.call("download", REPOSITORY, "--dry-run").status == 0
     assert source.exists()
     assert inside.call("download", REPOSITORY).status == 0
     assert list(sources(inside).iterdir()) == []
-    assert {path for path in models(inside).iterdir() if path.suffix != ".lock"} == {
-        path for path in finished if path.suffix != ".lock"
-    }
+    assert set(models(inside).iterdir()) == finished
 
 
 def test_shards_that_another_conversion_may_need_are_left(inside: Cli, hub: Hub) -> None:
