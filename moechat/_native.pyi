@@ -841,14 +841,115 @@ class CudaKernel:
             CudaError: The driver refused.
         """
 
-def cuda_copy_in(stream: int, to: int, source: int, nbytes: int) -> None:
+class PreparedLaunch:
+    """A kernel with its arguments, for :class:`DeviceLayers`.
+
+    Args:
+        kernel: The kernel.
+        grid: Blocks in each direction.
+        values: As :meth:`CudaKernel.__call__`. In place of what is known at the launch, its name: ``clear``,
+            or a list of ``native/src/offload/device_lists.h``: ``row_item``, ``item_token``, ``item_weight``,
+            ``token_item``, ``entry_page``, ``entry_row``, ``entry_slot``, ``row_entry``, ``row_block``.
+
+    Raises:
+        ValueError: A name is not known, or a value does not fit its parameter.
+    """
+
+    def __init__(self, kernel: CudaKernel, grid: tuple[int, int, int], values: list[float | str]) -> None: ...
+
+class DeviceLayers:
+    """The expert layers of decoded tokens on a GPU (``native/src/offload/device_layers.h``).
+
+    Args:
+        runner: Of all these layers.
+        device: Index of the GPU.
+        picks: Experts of a token.
+        work: As :meth:`ExpertRunner.finish_on_device`.
+        lists: int32 ``[n]``, pinned: where lists are written.
+        lists_there: Address of as many on the GPU.
+        launch_size: Elements that the lists of a launch take at most.
+        far_out: float32 ``[1, hidden]``, pinned, for the CPU's part; ``None``: it computes none.
+        far_there: Address of as many on the GPU.
+        layers: Of each layer: its request, int32 in host memory (experts, weights, scores of every place, and
+            perhaps inputs); places (distance and layer); whether it has inputs; the launches of blocks, of
+            their sum, and of the sum with the CPU's part.
+
+    Raises:
+        ValueError: Something does not fit together.
+    """
+
+    def __init__(
+        self,
+        runner: ExpertRunner,
+        *,
+        device: int,
+        picks: int,
+        work: int,
+        lists: npt.NDArray[np.int32],
+        lists_there: int,
+        launch_size: int,
+        far_out: npt.NDArray[np.float32] | None,
+        far_there: int,
+        layers: list[
+            tuple[
+                npt.NDArray[np.int32],
+                list[tuple[int, int]],
+                bool,
+                PreparedLaunch,
+                PreparedLaunch,
+                PreparedLaunch | None,
+            ]
+        ],
+    ) -> None: ...
+    def begin_token(
+        self,
+        stream: int,
+        *,
+        predicted: int,
+        experts: int,
+        max_bytes: int | None,
+        ahead: str,
+        lookahead: int,
+        stream_tokens: int,
+        miss: str,
+    ) -> None:
+        """How the experts of the next layers are loaded.
+
+        Args:
+            stream: Handle (CUstream) of what the layers are part of.
+            predicted: Layers ahead whose scores are used.
+            experts: Of a layer that are prefetched at most.
+            max_bytes: Of a layer that are prefetched at most; ``None``: no limit.
+            ahead: As :func:`plan_speculation`.
+            lookahead: Likewise.
+            stream_tokens: Likewise.
+            miss: As :meth:`ExpertRunner.begin`.
+
+        Raises:
+            ValueError: A name is not known.
+        """
+
+    def run(self, layer: int) -> int:
+        """Wait for a layer's request and launch its experts.
+
+        Returns:
+            Bytes of the block records that are computed. -1: the router did not choose ``picks`` different
+            experts; the layer has begun, with its prefetches, and nothing has been launched.
+
+        Raises:
+            CudaError: The driver refused.
+            LinkError, DeviceLostError: As :meth:`ExpertRunner.finish_on_device`.
+        """
+
+def cuda_copy_in(stream: int, to: int, source: int, nbytes: int, device: int = 0) -> None:
     """Copy pinned host memory to the GPU's, in the order of a stream.
 
     Args:
-        stream: Handle (CUstream), of the current context.
+        stream: Handle (CUstream), of torch's context of the GPU.
         to: Address in the GPU's memory.
         source: Address in pinned memory, which must not change until the copy is done.
         nbytes: How much.
+        device: Index of the GPU.
 
     Raises:
         CudaError: The driver refused.

@@ -284,6 +284,22 @@ class Accelerator:
         """Pinned host memory, uint8 ``[nbytes]``."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def list_memory(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pinned host memory of zeros, and memory of the GPU, int32 ``[count]`` each."""
+        with torch.inference_mode(False):
+            host = torch.zeros(count, dtype=torch.int32, pin_memory=True)
+            return host, torch.empty(count, dtype=torch.int32, device=self.device)
+
+    def copy_list(self, to: int, source: int, nbytes: int) -> None:
+        """Copy from pinned host memory to the GPU, in stream order, in a third of torch's time.
+
+        Args:
+            to: Address on the GPU.
+            source: In the host's memory, which does not change until the copy is done.
+            nbytes: Bytes.
+        """
+        _native.cuda_copy_in(self.stream(), to, source, nbytes, self.ordinal)
+
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU, in stream order; REQUIRES: ``host`` does not change until the copy is done."""
         return host.to(self.device, non_blocking=True)

@@ -153,10 +153,8 @@ class GpuExpertLayer:
         packed = packed[: request.packed.numel()]
         index, weight = packed[:chosen], packed[chosen : 2 * chosen]
         experts = tier.geometry.num_experts
-        rest = 2 * chosen + experts * len(request.places)
-        scores = list(packed[2 * chosen : rest].reshape(-1, experts))
+        scores = list(packed[2 * chosen :][: experts * len(request.places)].reshape(-1, experts))
         miss = self.pages.miss(tier.settings, tokens) if request.inputs else "fetch"
-        inputs = None if miss == "fetch" else packed[rest:].view(np.float32).reshape(tokens, -1)
         picks = index.reshape(tokens, -1).astype(np.int64)
         if tier.replay is not None:
             picks = tier.replay.route(self.ordinal, tokens)
@@ -167,7 +165,29 @@ class GpuExpertLayer:
             if ahead in wanted:
                 tier.prefetch_ranked(ahead, layer, score.view(np.float32))
         tier.prefetch(self.ordinal, request.x, picks, weights)
-        return self._compute(request.x, picks.size, inputs, into)
+        return self.answer_begun(request, packed, picks.size, into)
+
+    def answer_begun(
+        self,
+        request: ExpertRequest,
+        packed: npt.NDArray[np.int32],
+        activations: int,
+        into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As :meth:`answer`, of a layer that has begun in the runner, with its prefetches.
+
+        Args:
+            request: The inputs.
+            packed: As :meth:`answer`.
+            activations: Pairs of a token and an expert.
+            into: As :meth:`answer`.
+        """
+        tokens = len(request.x)
+        inputs = None
+        if request.inputs and self.pages.miss(self.tier.settings, tokens) != "fetch":
+            rest = 2 * request.chosen + self.tier.geometry.num_experts * len(request.places)
+            inputs = packed[rest : request.packed.numel()].view(np.float32).reshape(tokens, -1)
+        return self._compute(request.x, activations, inputs, into)
 
     def _wanted(self, tokens: int) -> Container[int]:
         """Distances of the layers whose scores are used: a recorded pass may bring more."""
@@ -198,8 +218,8 @@ class GpuExpertLayer:
 
         def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
             nonlocal clear
-            accelerator.before_kernels()
             blocks = lists.blocks(begin, end, entries, rows, slots)
+            accelerator.before_kernels()
             clocks.begin_launch(entries * record_bytes)
             kernels.add(memory, blocks, items, x, partial, clear=clear)
             clocks.end_launch()
@@ -224,6 +244,7 @@ class GpuExpertLayer:
         others = None
         if far_out is not None and tier.runner.far_blocks():
             others = accelerator.to_device(far_out)
+        accelerator.before_kernels()
         kernels.combine(partial, items, out, others)
         clocks.end_layer()
         return out

@@ -57,7 +57,7 @@ class GpuPages:
         self.geometry = geometry
         self.routers = routers
         self._kernels: dict[object, BlockKernels] = {}
-        self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
+        self.lists = ListMemory(geometry, accelerator)
         self.memory = torch.empty(0)
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
         self.clocks = GpuClocks(accelerator.mark, accelerator.passed, accelerator.seconds_between)
@@ -65,12 +65,14 @@ class GpuPages:
         self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
         self.lookup: PageLookup | None = None
         self._far_out: torch.Tensor | None = None
+        self._far_there: torch.Tensor | None = None
 
     def kernels_of(self, ordinal: int) -> BlockKernels:
         """Kernels of expert layer ``ordinal``; layers with the same encodings and gate share them."""
         kind = self._kind(ordinal)
         if kind not in self._kernels:
-            self._kernels[kind] = BlockKernels(self.geometry, self.accelerator.device, ordinal)
+            accelerator = self.accelerator
+            self._kernels[kind] = BlockKernels(self.geometry, accelerator.device, ordinal, accelerator.stream)
         return self._kernels[kind]
 
     def differing_layers(self) -> list[int]:
@@ -132,17 +134,27 @@ class GpuPages:
             self._far_out = self.accelerator.host_memory(tokens, self.geometry.hidden_size)
         return self._far_out[:tokens]
 
-    def launch_all(self, top_k: int, dtype: torch.dtype) -> None:
+    def far_there(self) -> torch.Tensor:
+        """Memory of the GPU for the CPU's part of a layer of one token, float32 ``[1, hidden]``."""
+        if self._far_there is None:
+            _, there = self.accelerator.list_memory(self.geometry.hidden_size)
+            self._far_there = there.view(torch.float32)[None]
+        return self._far_there
+
+    def launch_all(
+        self, top_k: int, dtype: torch.dtype, passes: Sequence[int] = (1, FEW_TOKENS + 1, 64)
+    ) -> None:
         """Launch every kernel of a decoded token and of a prompt once; the results mean nothing.
 
         Args:
             top_k: Experts of a token.
             dtype: Type of the hidden states.
+            passes: Tokens of the passes.
         """
         device = self.accelerator.device
         rows = min(top_k, self.geometry.num_experts)
         places = np.arange(rows + 1, dtype=np.int32)
-        for tokens in (1, FEW_TOKENS + 1, 64):
+        for tokens in passes:
             # Every token chooses the same experts, whose first blocks lie in the first page.
             token = np.tile(np.arange(tokens, dtype=np.int32), rows)
             ends = places * tokens

@@ -35,6 +35,7 @@ from moechat.offload.fused_steps import FusedSteps
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
+from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.replay_attention import NotSupportedError, ReplayAttention
 from moechat.offload.replay_cache import ReplayCache
 from moechat.offload.run_ahead import RunAhead, can_run_ahead
@@ -82,6 +83,7 @@ class _Recording:
     again: Callable[[_Recording], None] | None = None
     ahead: RunAhead | None = None
     complete: _CompleteRecording | None = None
+    launched: LaunchedLayers | None = None
     _open: Graph | None = None
 
     def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
@@ -442,8 +444,14 @@ class GraphDecoder:
     ) -> torch.Tensor:
         """Logits of a token whose expert layers the host launches; ``ahead`` is compared with them."""
         first, *rest = recording.graphs
-        first.replay()
         requests, sums = recording.requests, recording.sums
+        launched = self._launched(recording, experts) if comparison is None else None
+        first.replay()
+        if launched is not None:
+            for layer, graph in zip(experts, rest, strict=True):
+                launched.answer(layer.ordinal)
+                graph.replay()
+            return recording.result()
         for layer, request, total, graph in zip(experts, requests, sums, rest, strict=True):
             layer.answer(request, total)
             if comparison is not None:
@@ -453,6 +461,14 @@ class GraphDecoder:
                     ahead = None
             graph.replay()
         return recording.result()
+
+    def _launched(self, recording: _Recording, experts: Sequence[GpuExpertLayer]) -> LaunchedLayers | None:
+        """The layers of the next token for native code; ``None``: Python launches them."""
+        launched = recording.launched
+        if launched is None or not launched.serves():
+            launched = LaunchedLayers.of(experts, recording.requests, recording.sums)
+            recording.launched = launched
+        return launched if launched is not None and launched.begin_token() else None
 
     def _ahead_of(self, recording: _Recording, experts: Sequence[GpuExpertLayer]) -> RunAhead | None:
         """Expert layers that the GPU computes without the host, recorded anew for other pages; ``None``: it

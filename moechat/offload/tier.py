@@ -418,7 +418,16 @@ class ExpertTier:
         self.runner.prefetch(
             layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, later=ahead > 1
         )
-        if layer == 0 and ahead == 1 and self.settings.looks_up:
+        if layer == 0 and ahead == 1:
+            self.expect_first(scores)
+
+    def expect_first(self, scores: npt.NDArray[np.float32]) -> None:
+        """Note what is predicted for the first layer of the next token, to compare it with its choice.
+
+        Args:
+            scores: ``[experts]``.
+        """
+        if self.settings.looks_up:
             self._first_predicted = np.argsort(-scores)[: self.top_k].astype(np.int32)
 
     def prefetch(
@@ -439,7 +448,7 @@ class ExpertTier:
         if self.settings.prefetch == "none":
             return
         if ordinal == 0:
-            self._learn_tokens(index)
+            self.learn_tokens(index)
         whole, ranked = self.speculation(ordinal, len(x))
         if whole is not None:
             self.runner.prefetch(whole, None, self.geometry.num_experts, self.settings.prefetch_bytes)
@@ -482,8 +491,8 @@ class ExpertTier:
                 0, scores, min(len(found), self.prefetch_experts), self.settings.prefetch_bytes
             )
 
-    def _learn_tokens(self, index: npt.NDArray[np.int64]) -> None:
-        """Learn what the first layer chose for the tokens of the pass."""
+    def learn_tokens(self, index: npt.NDArray[np.int64]) -> None:
+        """Learn what the first layer chose for the tokens of the pass, ``[tokens, k]``."""
         tokens, self._tokens = self._tokens, []
         if len(tokens) != len(index) or not self.settings.looks_up:
             return

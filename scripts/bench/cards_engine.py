@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLists, TimedLookup, no_memory
+from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLookup, no_memory
 from torch import nn
 
 from moechat import _native
@@ -210,7 +210,6 @@ class TimedEngine:
         pages = placement.pages
         kernels = TimedKernels(geometry, self.gpu)
         pages.kernels_of = lambda _: kernels  # type: ignore[method-assign]
-        pages.lists = TimedLists(geometry, clock, self.gpu.stream())
         pages.routers = [RankedRouter(geometry.num_experts)] * layers if rankings is not None else ()
         far = NoMemory(geometry, layers)
         placement.far = far  # type: ignore[assignment]

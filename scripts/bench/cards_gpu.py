@@ -27,7 +27,7 @@ from moechat.configurator.gpu_rates import DENSE_SHARE, EXPERT_SHARE
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
+from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.page_lookup import PageLookup
 
@@ -186,19 +186,6 @@ def no_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; named from Python 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
-
-
-class TimedLists(ListMemory):
-    """Lists whose copies take time."""
-
-    def __init__(self, geometry: ExpertGeometry, clock: Clock, stream: int) -> None:
-        super().__init__(geometry, torch.device("cpu"), lambda: clock.finish(stream))
-        self._clock, self._stream = clock, stream
-
-    def _copy(self, end: int) -> None:
-        if end > self._copied:
-            self._clock.copy(self._stream, 4 * (end - self._copied), to_host=False)
-        super()._copy(end)
 
 
 class TimedKernels(BlockKernels):
@@ -415,6 +402,12 @@ class TimedGpu(Accelerator):
 
     def synchronize(self) -> None:
         self.clock.finish(self._handle)
+
+    def list_memory(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+
+    def copy_list(self, to: int, source: int, nbytes: int) -> None:
+        self.clock.copy(self._handle, nbytes, to_host=False)
 
     def active(self) -> Any:
         return nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,34 +10,10 @@ from typing import Any
 
 import pytest
 from fake_cuda import VARIABLE, FakeCuda
+from fake_kernels import FakeKernel, compiled
 
 from moechat import _native
 from moechat.offload.kernels.quick_launch import QuickKernel, aligned
-
-SIZES = {"p": 8, "i": 4, "f": 4}
-
-
-class FakeKernel(ctypes.Structure):
-    """As in ``native/tests/fake_cuda.cc``."""
-
-    _fields_ = (
-        ("parameters", ctypes.c_uint64),
-        ("launches", ctypes.c_uint64),
-        ("launched", ctypes.c_uint64 * 6),
-        ("sizes", ctypes.c_uint64 * 64),
-        ("values", ctypes.c_uint64 * 64),
-    )
-
-    @classmethod
-    def of(cls, kinds: str) -> FakeKernel:
-        kernel = cls(parameters=len(kinds))
-        for at, kind in enumerate(kinds):
-            kernel.sizes[at] = SIZES[kind]
-        return kernel
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,24 +75,6 @@ def test_a_thread_without_a_context_can_wait_for_a_stream(cuda: FakeCuda) -> Non
         threads.submit(_native.cuda_finish, stream.handle).result()
     with pytest.raises(_native.CudaUnavailableError):
         _native.cuda_finish(stream.handle, 99)
-
-
-def compiled(fake: FakeKernel, signature: dict[str, str], **metadata: Any) -> Any:
-    """A build as a launch of Triton returns it."""
-    usual = {
-        "num_ctas": 1,
-        "num_warps": 8,
-        "shared": 2048,
-        "launch_cooperative_grid": False,
-        "launch_pdl": False,
-        "global_scratch_size": 0,
-        "profile_scratch_size": 0,
-    }
-    return SimpleNamespace(
-        metadata=SimpleNamespace(**{**usual, **metadata}),
-        src=SimpleNamespace(signature=signature),
-        function=fake.address,
-    )
 
 
 # As a kernel's own: an integer that became a constant, and compile-time ones behind the others.

@@ -47,6 +47,8 @@ class InterpretedGpu(Accelerator):
         self._stream = cuda.stream()
         self.graphs_made: list[InterpretedGraphs] = []
         self._pages: list[torch.Tensor] = []
+        self._lists: list[torch.Tensor] = []
+        self._pinned: list[torch.Tensor] = []
 
     @property
     def name(self) -> str:
@@ -119,7 +121,19 @@ class InterpretedGpu(Accelerator):
         return pages
 
     def host_memory(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.full((rows, columns), float("nan"))
+        return self._pin(torch.full((rows, columns), float("nan")))
+
+    def list_memory(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        there = torch.full((count,), -1, dtype=torch.int32)
+        self.cuda.adopt(there.data_ptr(), there.nbytes)
+        self._lists.append(there)
+        return self._pin(torch.zeros(count, dtype=torch.int32)), there
+
+    def _pin(self, host: torch.Tensor) -> torch.Tensor:
+        """It stays registered, and so it is kept."""
+        _native.cuda_pin(host.view(-1).view(torch.uint8).numpy())
+        self._pinned.append(host)
+        return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
@@ -145,5 +159,7 @@ class InterpretedGpu(Accelerator):
         self.closed = True
         self._stream.synchronize()
         self._stream.close()
-        for pages in self._pages:
-            self.cuda.disown(pages.data_ptr())
+        for host in self._pinned:
+            _native.cuda_unpin(host.view(-1).view(torch.uint8).numpy())
+        for there in (*self._pages, *self._lists):
+            self.cuda.disown(there.data_ptr())

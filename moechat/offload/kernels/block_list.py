@@ -8,8 +8,9 @@ neighbours and ascending; a slot is one entry for one item. While a model runs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ import torch
 
 from moechat import _native
 from moechat.geometry import ExpertGeometry
-from moechat.offload.kernels.quick_launch import current_stream
 
 # Every list begins at a multiple of 16 bytes: Triton makes another build of a kernel for what does not.
 _ALIGNMENT = 4
@@ -144,6 +144,29 @@ class BlockList:
         return cls(len(entry_page), slots, *parts)
 
 
+class Copies(Protocol):
+    """The part of :class:`moechat.offload.accelerator.Accelerator` that is used here."""
+
+    def list_memory(self, count: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def copy_list(self, to: int, source: int, nbytes: int) -> None: ...
+    def finish_stream(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ListAddresses:
+    """Memory of lists, and its size in elements.
+
+    Attributes:
+        host: int32 ``[capacity]``: the host's.
+        there: Address of the device's.
+        launch_size: That the lists of a launch take at most.
+    """
+
+    host: IntArray
+    there: int
+    launch_size: int
+
+
 class ListMemory:
     """Where the native runner writes lists, and their copies on a device.
 
@@ -153,21 +176,15 @@ class ListMemory:
 
     Args:
         geometry: Of the experts.
-        device: Where the lists go.
-        finish_stream: Waits until everything has been copied.
+        accelerator: The device.
     """
 
-    def __init__(
-        self, geometry: ExpertGeometry, device: torch.device, finish_stream: Callable[[], None]
-    ) -> None:
+    def __init__(self, geometry: ExpertGeometry, accelerator: Copies) -> None:
         self._geometry = geometry
-        self._device = device
-        self._finish_stream = finish_stream
+        self._accelerator = accelerator
         self._host = torch.empty(0, dtype=torch.int32)
         self._view: IntArray = self._host.numpy()
         self._there = self._host
-        # Of the device's part and the host's, on a GPU: its driver copies in a third of torch's time.
-        self._addresses: tuple[int, int] | None = None
         self._copied = 0
         self._items_end = 0
         self._launch = 0  # elements that a launch of this pass takes at most
@@ -176,7 +193,6 @@ class ListMemory:
         self._one_token = False
         self._items: dict[tuple[int, ...], Items] = {}
         self._blocks: dict[tuple[int, ...], BlockList] = {}
-        self._parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, runner: _native.ExpertRunner, tokens: int, picks: int) -> Items:
         """The items of the layer that has begun.
@@ -186,12 +202,7 @@ class ListMemory:
             tokens: Of the pass.
             picks: Experts of a token, at most.
         """
-        geometry = self._geometry
-        chosen = tokens * picks
-        rows = min(geometry.num_experts, chosen)
-        self._launch = 3 * (rows * geometry.blocks_per_expert) + 2 * rows + 1 + 5 * _ALIGNMENT
-        # As a rule there are two launches.
-        self._grow(rows + 3 * chosen + 1 + 4 * _ALIGNMENT + 2 * self._launch)
+        self._reserve(tokens * picks)
         written = runner.item_lists(self._view)
         self._copied, self._items_end = 0, written[0]
         self._one_token = tokens == 1
@@ -200,6 +211,20 @@ class ListMemory:
         if written not in self._items:
             self._items[written] = self._cut_items(tokens, *written)
         return self._items[written]
+
+    def of_one_token(self, picks: int) -> ListAddresses:
+        """Where the lists of a token go that chooses ``picks`` experts; valid until a pass has more."""
+        launch_size = self._reserve(picks)
+        return ListAddresses(self._view, self._there.data_ptr(), launch_size)
+
+    def _reserve(self, chosen: int) -> int:
+        """Make room for so many (token, expert) pairs; returns the elements of a launch at most."""
+        geometry = self._geometry
+        rows = min(geometry.num_experts, chosen)
+        self._launch = 3 * (rows * geometry.blocks_per_expert) + 2 * rows + 1 + 5 * _ALIGNMENT
+        # As a rule there are two launches.
+        self._grow(rows + 3 * chosen + 1 + 4 * _ALIGNMENT + 2 * self._launch)
+        return self._launch
 
     def _cut_items(self, tokens: int, end: int, rows: int, items: int, most_picks: int, most: int) -> Items:
         first, second, third = _rounded(rows + 1), _rounded(items), _rounded(items)
@@ -258,7 +283,7 @@ class ListMemory:
         """Where the next launch's lists go, after one that has been given and whose lists end there."""
         if end + self._launch <= len(self._view):
             return end
-        self._finish_stream()
+        self._accelerator.finish_stream()
         self._copied = self._items_end
         return self._items_end
 
@@ -267,35 +292,19 @@ class ListMemory:
         self._copy(self._items_end)
 
     def _copy(self, end: int) -> None:
-        if end > self._copied and self._addresses is not None:
-            to, source = (4 * self._copied + address for address in self._addresses)
-            nbytes = 4 * (end - self._copied)
-            _native.cuda_copy_in(current_stream(self._device), to, source, nbytes)
-            self._copied = end
-        elif end > self._copied:
-            key = (self._copied, end)
-            if key not in self._parts:
-                if len(self._parts) >= _KEPT:
-                    self._parts.clear()
-                part = slice(*key)
-                with torch.inference_mode(False):
-                    self._parts[key] = (self._there[part], self._host[part])
-            there, host = self._parts[key]
-            there.copy_(host, non_blocking=True)
+        if end > self._copied:
+            begin, nbytes = 4 * self._copied, 4 * (end - self._copied)
+            to, source = self._there.data_ptr() + begin, self._host.data_ptr() + begin
+            self._accelerator.copy_list(to, source, nbytes)
             self._copied = end
 
     def _grow(self, size: int) -> None:
         if size <= len(self._view):
             return
-        pinned = self._device.type == "cuda"
-        with torch.inference_mode(False):
-            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-            self._there = torch.empty(size, dtype=torch.int32, device=self._device)
+        self._host, self._there = self._accelerator.list_memory(size)
         self._view = self._host.numpy()
-        self._addresses = (self._there.data_ptr(), self._host.data_ptr()) if pinned else None
         self._items.clear()
         self._blocks.clear()
-        self._parts.clear()
 
 
 def _rounded(count: int) -> int:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from moechat import _native
 from moechat.budget.gpu_sizes import few_splits, takes_few
 from moechat.geometry import BLOCK_NEURONS, ExpertGeometry
 from moechat.offload.kernels import triton_blocks, triton_few, triton_kept_blocks, triton_kept_few
 from moechat.offload.kernels.block_constants import BlockConstants
 from moechat.offload.kernels.block_list import BlockList, Items
+from moechat.offload.kernels.call import Call, PreparedLayer
 from moechat.offload.kernels.kept_form import kept_constants, value_table
 from moechat.offload.kernels.quick_launch import QuickKernel, aligned, current_stream
 from moechat.offload.kernels.triton_kept_codes import IQ4
@@ -150,6 +152,7 @@ class BlockKernels:
         geometry: Shape and encoding of the experts.
         device: Where the pages lie.
         ordinal: Number among the expert layers, which may differ in their encodings and gates.
+        stream: Returns the stream to launch in, a handle (CUstream); ``None``: torch's current one.
 
     Attributes:
         weights: Types of unquantised weights; empty for quantised ones.
@@ -157,9 +160,16 @@ class BlockKernels:
         many: The module whose ``neurons`` and ``outputs`` compute more.
     """
 
-    def __init__(self, geometry: ExpertGeometry, device: torch.device, ordinal: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: ExpertGeometry,
+        device: torch.device,
+        ordinal: int = 0,
+        stream: Callable[[], int] | None = None,
+    ) -> None:
         self.geometry = geometry
         self.device = device
+        self._stream = stream or (lambda: current_stream(device))
         self._ordinal = ordinal
         layout = geometry.layout_of(ordinal)
         gate = geometry.gate_of(ordinal)
@@ -236,36 +246,29 @@ class BlockKernels:
                 self._kept_memory[key] = torch.empty(sizes, dtype=dtype, device=self.device)
         return self._kept_memory[key]
 
-    def _launch(
-        self,
-        kernel: Any,
-        build: tuple[object, ...],
-        grid: tuple[int, int, int],
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        options: Callable[[], dict[str, Any]],
-        table: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Launch a kernel of decoded tokens, by the driver from the second time on.
-
-        Args:
-            kernel: Triton's function.
-            build: What tells its builds apart.
-            grid: Programs.
-            tensors: Its first arguments.
-            numbers: Those behind them.
-            options: Everything else that Triton needs to build it.
-            table: Its last argument, if it has one.
-        """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        last = [tensor.data_ptr() for tensor in table]
-        quick = self._quick.get(build)
+    def _launch(self, call: Call) -> None:
+        """Launch a kernel of decoded tokens, by the driver from the second time on."""
+        addresses = call.addresses()
+        quick = self._quick.get(call.build)
         if quick is not None and aligned(addresses):
-            quick.launch(current_stream(self.device), grid, [*addresses, *numbers, *last])
+            quick.launch(self._stream(), call.grid, call.arguments(addresses))
             return
-        compiled = kernel[grid](*tensors, *numbers, *table, **options())
-        if build not in self._quick and aligned(addresses):
-            self._quick[build] = QuickKernel.of(compiled)
+        compiled = call.kernel[call.grid](*call.pointers, *call.numbers, *call.table, **call.options())
+        if call.build not in self._quick and aligned(addresses):
+            self._quick[call.build] = QuickKernel.of(compiled)
+
+    def _prepared(self, call: Call) -> _native.PreparedLaunch | None:
+        """The launch of a call whose lists are named; ``None``: its build is not there, or does not serve."""
+        addresses = call.addresses()
+        quick = self._quick.get(call.build)
+        if quick is None or not aligned([each for each in addresses if not isinstance(each, str)]):
+            return None
+        return quick.prepared(call.grid, call.arguments(addresses))
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the driver launches the builds that there are."""
+        return all(quick is not None for quick in self._quick.values())
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
@@ -314,25 +317,11 @@ class BlockKernels:
         chunks = -(-items.most // shape.tokens)
         rows = blocks.rows
         if shape.dot == 0:
+            lists = (blocks.entry_page, blocks.entry_slot, blocks.row_entry, blocks.row_block)
+            of_pass = (items.row_item, items.item_token)
+            sizes = (blocks.rows, items.count, chunks)
             self._launch(
-                self.few.blocks,
-                ("blocks", shape.tokens, shape.rows, shape.splits, x.dtype),
-                (rows * shape.splits, chunks, 1),
-                (
-                    pages,
-                    blocks.entry_page,
-                    blocks.entry_slot,
-                    blocks.row_entry,
-                    blocks.row_block,
-                    items.row_item,
-                    items.item_token,
-                    x,
-                    activations,
-                    partial,
-                ),
-                (items.count, int(clear), *self._gate),
-                lambda: {"num_warps": shape.warps, **self.blocks(shape)},
-                self._table,
+                self._few_call(shape, sizes, pages, (*lists, *of_pass), x, activations, partial, int(clear))
             )
             return
         self.many.neurons[(blocks.entries, BLOCK_NEURONS // shape.rows, chunks)](
@@ -378,13 +367,100 @@ class BlockKernels:
         """
         if items.tokens == 0:
             return
+        shape = self._shape(items, out.dtype)
+        sizes = (items.tokens, items.count, items.picks)
+        self._launch(self._sum_call(shape, sizes, partial, items.token_item, items.item_weight, others, out))
+
+    def _few_call(
+        self,
+        shape: Shape,
+        sizes: tuple[int, int, int],
+        pages: torch.Tensor,
+        lists: Sequence[torch.Tensor | str],
+        x: torch.Tensor,
+        activations: torch.Tensor,
+        partial: torch.Tensor,
+        clear: int | str,
+    ) -> Call:
+        """The kernel over blocks for few tokens.
+
+        Args:
+            shape: Of the launch.
+            sizes: Rows, items, and chunks of the items of a row.
+            pages: As :meth:`add`.
+            lists: Pages, slots, first entries and first blocks of the launch; items and tokens of the pass.
+            x: As :meth:`add`.
+            activations: Memory for activations.
+            partial: As :meth:`add`.
+            clear: As :meth:`add`.
+        """
+        rows, count, chunks = sizes
+        return Call(
+            self.few.blocks,
+            ("blocks", shape.tokens, shape.rows, shape.splits, x.dtype),
+            (rows * shape.splits, chunks, 1),
+            (pages, *lists, x, activations, partial),
+            (count, clear, *self._gate),
+            lambda: {"num_warps": shape.warps, **self.blocks(shape)},
+            self._table,
+        )
+
+    def _sum_call(
+        self,
+        shape: Shape,
+        sizes: tuple[int, int, int],
+        partial: torch.Tensor,
+        token_item: torch.Tensor | str,
+        item_weight: torch.Tensor | str,
+        others: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> Call:
+        """The kernel of :meth:`combine`; sizes: tokens, items, and most items of a token."""
+        tokens, count, picks = sizes
         hidden = self.geometry.hidden_size
-        shape, picks = self._shape(items, out.dtype), items.picks
-        self._launch(
+        return Call(
             triton_blocks.combine,
             ("combine", shape.splits, picks, out.dtype, others is None),
-            (items.tokens, -(-hidden // self._columns(shape)), 1),
-            (partial, items.token_item, items.item_weight, partial if others is None else others, out),
-            (items.count, hidden),
+            (tokens, -(-hidden // self._columns(shape)), 1),
+            (partial, token_item, item_weight, partial if others is None else others, out),
+            (count, hidden),
             lambda: {"num_warps": _COMBINED_WARPS, **self.combined(shape, picks, others=others is not None)},
         )
+
+    def prepare(
+        self,
+        pages: torch.Tensor,
+        picks: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        others: torch.Tensor | None,
+    ) -> PreparedLayer | None:
+        """The launches of a layer of a decoded token that chooses ``picks`` experts, each once.
+
+        Args:
+            pages: As :meth:`add`.
+            picks: Experts of the token.
+            x: ``[1, hidden]``, always in the same memory.
+            out: As :meth:`combine`, always in the same memory.
+            others: As :meth:`combine`, for launches that add it; ``None``: there are none.
+
+        Returns:
+            ``None`` until :meth:`add` and :meth:`combine` have launched their kernels through Triton, and
+            where those for few tokens do not serve.
+        """
+        geometry = self.geometry
+        shape = Shape.of(geometry, 1, picks, {x.dtype, *self.weights}, self._ordinal)
+        if shape.dot != 0:
+            return None
+        partial = self._memory(1, (shape.splits, picks, self._padded), torch.float32)
+        slots = picks * geometry.blocks_per_expert
+        activations = self._memory(1, (slots, BLOCK_NEURONS), kept_type(shape, x.dtype))
+        lists = ("entry_page", "entry_slot", "row_entry", "row_block", "row_item", "item_token")
+        blocks = self._few_call(shape, (picks, picks, 1), pages, lists, x, activations, partial, "clear")
+        found = [self._prepared(blocks)]
+        for added in (None,) if others is None else (None, others):
+            total = self._sum_call(shape, (1, picks, picks), partial, "token_item", "item_weight", added, out)
+            found.append(self._prepared(total))
+        if found[0] is None or found[1] is None or found[-1] is None:
+            return None
+        return PreparedLayer(found[0], found[1], None if others is None else found[-1])

@@ -79,7 +79,19 @@ class QuickKernel:
             grid: Programs in each direction.
             arguments: Of the kernel without the compile-time ones, addresses in place of tensors.
         """
-        self._kernel(stream, *grid, *[arguments[place] for place in self._places], *self._padding)
+        self._kernel(stream, *grid, *self._taken(arguments))
+
+    def prepared(self, grid: tuple[int, int, int], arguments: list[Any]) -> _native.PreparedLaunch:
+        """A launch for :class:`moechat._native.DeviceLayers`.
+
+        Args:
+            grid: Programs in each direction.
+            arguments: As for :meth:`launch`; names in place of what is known later.
+        """
+        return _native.PreparedLaunch(self._kernel, grid, self._taken(arguments))
+
+    def _taken(self, arguments: list[Any]) -> list[Any]:
+        return [*[arguments[place] for place in self._places], *self._padding]
 
 
 # Torch's own way takes 10 us: it makes an object of the stream each time.

@@ -10,6 +10,7 @@ void bind_kept(pybind11::module_& m);
 void bind_linear(pybind11::module_& m);
 void bind_link(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
+void bind_device_layers(pybind11::module_& m);
 void bind_cache(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_routing(pybind11::module_& m);

@@ -17,6 +17,7 @@
 #include "bindings/bindings.h"
 #include "bindings/checksums.h"
 #include "bindings/gil.h"
+#include "bindings/kernel_values.h"
 #include "bindings/link_holder.h"
 #include "cuda/driver.h"
 #include "cuda/kernel.h"
@@ -124,18 +125,6 @@ std::pair<std::size_t, std::size_t> memory(int device) {
   return {free, total};
 }
 
-cuda::Kernel::Value value_of(char kind, py::handle given) {
-  cuda::Kernel::Value value{};
-  if (kind == 'p') {
-    value.pointer = given.cast<std::uint64_t>();
-  } else if (kind == 'i') {
-    value.integer = given.cast<std::int32_t>();
-  } else {
-    value.real = given.cast<float>();
-  }
-  return value;
-}
-
 // Arguments: stream, grid x, y and z, then the kernel's. The GIL is kept: the driver only queues the kernel.
 void launch(const cuda::Kernel& kernel, const py::args& given) {
   constexpr std::size_t kFirst = 4;
@@ -151,13 +140,14 @@ void launch(const cuda::Kernel& kernel, const py::args& given) {
                 values.data());
 }
 
-void copy_in(std::uintptr_t stream, std::uint64_t to, std::uintptr_t from, std::size_t bytes) {
+// A thread may call these that has not computed on the GPU yet.
+void copy_in(std::uintptr_t stream, std::uint64_t to, std::uintptr_t from, std::size_t bytes, int device) {
+  const cuda::Current current(cuda::primary_context(device));
   cuda::check(cuda::driver().copy_to_device(to, reinterpret_cast<const void*>(from), bytes,
                                             reinterpret_cast<void*>(stream)),
               "cuMemcpyHtoDAsync");
 }
 
-// A thread may wait that has not computed on the GPU yet.
 void finish(std::uintptr_t stream, int device) {
   const ReleaseGil released;
   const cuda::Current current(cuda::primary_context(device));
@@ -193,7 +183,8 @@ void bind_cuda(py::module_& m) {
            }),
            py::arg("function"), py::arg("threads"), py::arg("shared_bytes"), py::arg("kinds"))
       .def("__call__", &launch);
-  m.def("cuda_copy_in", &copy_in, py::arg("stream"), py::arg("to"), py::arg("source"), py::arg("nbytes"));
+  m.def("cuda_copy_in", &copy_in, py::arg("stream"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
+        py::arg("device") = 0);
   m.def("cuda_finish", &finish, py::arg("stream"), py::arg("device") = 0);
   m.def("cuda_driver_version", &driver_version);
   m.def("cuda_memory", &memory, py::arg("device") = 0);

@@ -367,6 +367,7 @@ PYBIND11_MODULE(_native, m) {
   bind_cuda(m);
   bind_cache(m);
   bind_offload(m);
+  bind_device_layers(m);
   bind_routing(m);
   bind_simulate(m);
   bind_draws(m);

@@ -1,0 +1,97 @@
+#include "bindings/runner_object.h"
+
+#include <cstddef>
+#include <utility>
+
+#include "bindings/arrays.h"
+#include "bindings/schedule.h"
+
+namespace moechat {
+namespace {
+
+// [layers, experts] records of each expert, null where there are none, from those of each layer: of the
+// experts that far_experts lists, or of all if it is empty.
+std::vector<const unsigned char*> expert_records(const std::vector<py::array>& far_records,
+                                                 const std::vector<py::array>& far_experts,
+                                                 std::int32_t layers, std::int32_t experts,
+                                                 std::int64_t expert_bytes) {
+  std::vector<const unsigned char*> found;
+  if (far_records.empty()) return found;
+  const auto of_layers = [&](const char* name, std::size_t count) {
+    if (count == static_cast<std::size_t>(layers)) return;
+    refuse(std::string(name) + " has " + std::to_string(count) + " layers of " + std::to_string(layers));
+  };
+  of_layers("far_records", far_records.size());
+  if (!far_experts.empty()) of_layers("far_experts", far_experts.size());
+  found.resize(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts));
+  for (std::size_t layer = 0; layer < far_records.size(); ++layer) {
+    std::int64_t count = experts;
+    const std::int32_t* list = nullptr;
+    if (!far_experts.empty()) {
+      count = far_experts[layer].size();
+      list = checked<std::int32_t>("far_experts", far_experts[layer], {count});
+    }
+    const auto* const records =
+        checked<std::uint8_t>("far_records", far_records[layer], {count * expert_bytes});
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t expert = list == nullptr ? i : list[i];
+      if (expert < 0 || expert >= experts) {
+        refuse("far_experts has expert " + std::to_string(expert) + " of " + std::to_string(experts));
+      }
+      found[layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(expert)] =
+          records + i * expert_bytes;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+RunnerObject::RunnerObject(const BlockLayout& layout, const GateSpec& gate, std::int32_t layers,
+                           std::int32_t experts, std::int64_t pages, const py::array& targets,
+                           std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
+                           bool whole_experts, bool populate, std::int32_t top_k, int activation_bits,
+                           std::uintptr_t near_memory, const std::vector<py::array>& far_records,
+                           const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
+                           std::vector<GateSpec> layer_gates, const std::string& admit,
+                           const std::string& victims, double adaptive, std::int32_t adaptive_most) {
+  RunnerOptions options;
+  options.layout = layout;
+  options.gate = gate;
+  options.layouts = std::move(layer_layouts);
+  options.gates = std::move(layer_gates);
+  options.activation_bits = activation_bits;
+  options.layers = layers;
+  options.experts = experts;
+  options.top_k = top_k;
+  options.pages = pages;
+  options.targets = targets_of(targets, layers);
+  options.reserve = reserve;
+  options.rules = rules_of(admit, victims);
+  options.adaptive = adaptive;
+  options.adaptive_most = adaptive_most;
+  options.stall_seconds = stall_seconds;
+  options.whole_experts = whole_experts;
+  options.populate = populate;
+  options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
+  options.far_records =
+      expert_records(far_records, far_experts, layers, experts, layout.blocks * layout.record_bytes);
+  policy.get();  // both throw if already taken, before either is taken
+  link.get();
+  parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
+  parts_->alive.insert(parts_->alive.end(), far_records.begin(), far_records.end());
+}
+
+void RunnerObject::close() {
+  const std::shared_ptr<RunnerParts> parts = std::move(parts_);
+  parts_.reset();
+  if (!parts) return;
+  const ReleaseGil released;
+  try {
+    parts->runner->rest();
+  } catch (const std::exception&) {
+    // Called within another call of this thread, or in a forked child: waiting is impossible.
+  }
+}
+
+}  // namespace moechat
