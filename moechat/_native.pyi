@@ -856,6 +856,13 @@ class PreparedLaunch:
     """
 
     def __init__(self, kernel: CudaKernel, grid: tuple[int, int, int], values: list[float | str]) -> None: ...
+    def __call__(self, stream: int) -> None:
+        """Launch it in the current context, where nothing is a name.
+
+        Raises:
+            ValueError: Something is.
+            CudaError: The driver refused.
+        """
 
 class DeviceLayers:
     """The expert layers of decoded tokens on a GPU (``native/src/offload/device_layers.h``).

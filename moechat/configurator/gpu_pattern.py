@@ -11,7 +11,7 @@ Where every block is on the GPU (:func:`runs_ahead`), a token is two graphs::
 
 Else a layer of a token::
 
-    host   graph of the layer's dense part ─ waits ─ Python, cache, link
+    host   graph of the layer's dense part ─ waits ─ cache, link
            ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
     GPU    dense part ─ copy of the choice ─────(idle)──────── kernels, each behind its lists and copies
 
@@ -34,10 +34,11 @@ GRAPH_KERNEL = 1.9e-6
 # GPU: from the call to the first kernel, on an idle GPU. A chain of those empty ones takes 15 us besides,
 # until the host knows: without the call and the wait.
 LAUNCH_LATENCY = 4e-6
-# Host: one kernel from Python. Ours go to the driver from their second launch on; by Triton it would take
-# 8.7 us (GB200; https://github.com/vllm-project/vllm/pull/34838) to 11 us
+# Host: one kernel, launched by native code: 4.9 us from C, nearly all of it in the driver
+# (https://github.com/JuliaGPU/CUDAdrv.jl/pull/15). By Triton it would take 8.7 us (GB200;
+# https://github.com/vllm-project/vllm/pull/34838) to 11 us
 # (https://github.com/meta-pytorch/tritonbench/pull/1002).
-TRITON_CALL = 11e-6
+KERNEL_CALL = 4.9e-6
 # GPU: from one kernel of a stream to the next, if it was launched beforehand (RTX 3080;
 # https://github.com/facebookincubator/velox/pull/6096).
 STREAM_KERNEL = 3e-6
@@ -56,12 +57,11 @@ EVENT_LATENCY = 3e-6
 # late: an estimate.
 WAKE_SPINNING = 3e-6
 WAKE_POLLING = 10e-6
-# The host's own work for a layer that is replayed from graphs, without the calls above. Python: 118 us were
-# measured on a server's core (scripts/bench/cards --host); a third of that is the timed stand-in for the GPU.
-# C++: cache, link and lists (native_runner_test --bench, twice).
-LAYER_PYTHON = 75e-6
-LAYER_NATIVE = 5e-6
-LAYER_HOST = LAYER_PYTHON + LAYER_NATIVE
+# The host's own work for a layer that is replayed from graphs, without the calls above: what the cache
+# decides, its lists, and one call from Python (moechat/offload/launched_layers.py). Measured as 27 us where
+# all is there and 35 us where one layer of ten lacks an expert, on a server's core (tests/support/host_time.py;
+# launched from Python, the same layers take 122 and 134 us there).
+LAYER_HOST = 30e-6
 # Host: accounting for a layer that the GPU has computed by itself: measured as 3 us with 8 experts a layer
 # and 6.4 us with 128 on a server's core (tests/support/host_time.py).
 LAYER_ACCOUNT = 6.5e-6
@@ -187,7 +187,7 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_laye
         return published if figure is None else figure.value
 
     # The figure is for all kernels of a layer, the sum's included.
-    triton = measured("call", (EXPERT_KERNELS + 1) * TRITON_CALL) / (EXPERT_KERNELS + 1)
+    triton = measured("call", (EXPERT_KERNELS + 1) * KERNEL_CALL) / (EXPERT_KERNELS + 1)
     # The copy has been given to the GPU meanwhile.
     waiting = copy_overhead + WAKE_SPINNING
     node = measured("graph_node", GRAPH_KERNEL)

@@ -23,6 +23,7 @@ from moechat.hardware.gpu import GpuDevice
 from moechat.offload.accelerator import Accelerator, ordinal_of
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.kernels.block_list import BlockList, Items
+from moechat.offload.kernels.call import PreparedLayer
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips
 
@@ -156,7 +157,11 @@ class CudaCard:
         sets = len(pages) // self._set_blocks
         if tokens >= _ARITHMETIC_TOKENS:
             sets = min(2, sets)
-        run = self._expert_calls(geometry, pages, tokens, sets)
+        experts = _Experts(self._accelerator, geometry, self._shapes, tokens, sets)
+
+        def run() -> None:
+            experts.launch(pages)
+
         weights = 3 * self._shapes.hidden * self._set_blocks * 64
         return Task(
             _Replayed(self._graphs, run),
@@ -167,7 +172,21 @@ class CudaCard:
     def call(self) -> Task:
         """See :meth:`Card.call`."""
         geometry, pages = self._pages(4)
-        return Task(self._expert_calls(geometry, pages, 1, 1))
+        experts = _Experts(self._accelerator, geometry, self._shapes, 1, 1)
+        prepared: PreparedLayer | None = None
+
+        def run() -> None:
+            # As decoded tokens launch them: natively, once they have been built.
+            nonlocal prepared
+            if prepared is None:
+                experts.launch(pages)
+                prepared = experts.prepare(pages)
+                return
+            stream = self._accelerator.stream()
+            prepared.blocks(stream)
+            prepared.total(stream)
+
+        return Task(run)
 
     @property
     def _set_blocks(self) -> int:
@@ -188,40 +207,6 @@ class CudaCard:
             self._kept["pages", bits] = geometry, pages
         found: tuple[ExpertGeometry, torch.Tensor] = self._kept["pages", bits]
         return found
-
-    def _expert_calls(
-        self, geometry: ExpertGeometry, pages: torch.Tensor, tokens: int, sets: int
-    ) -> Callable[[], None]:
-        rows, blocks = self._shapes.experts, self._shapes.blocks
-        kernels = BlockKernels(geometry, self._device)
-        ends = np.arange(rows + 1, dtype=np.int32) * tokens
-        token = np.tile(np.arange(tokens, dtype=np.int32), rows)
-        weight = np.full(rows * tokens, 1.0 / rows, np.float32)
-        items = Items.build(ends, token, weight, tokens, self._device)
-        row_entry = np.arange(rows + 1, dtype=np.int32) * blocks
-        lists = [
-            BlockList.build(
-                np.arange(at * rows * blocks, (at + 1) * rows * blocks, dtype=np.int32),
-                row_entry,
-                np.zeros(rows, np.int32),
-                ends,
-                self._device,
-            )
-            for at in range(sets)
-        ]
-        x = torch.full(
-            (tokens, geometry.hidden_size), 0.01, dtype=self._accelerator.dtype, device=self._device
-        )
-        out = torch.empty_like(x)
-        partial = kernels.partials(items, x.dtype)
-
-        def run() -> None:
-            self._accelerator.before_kernels()
-            for each in lists:
-                kernels.add(pages, each, items, x, partial)
-                kernels.combine(partial, items, out)
-
-        return run
 
     def dense(self, bits: int, tokens: int) -> Task:
         """See :meth:`Card.dense`."""
@@ -315,6 +300,56 @@ class CudaCard:
         self._kept.clear()
         self._targets.clear()
         self._accelerator.release()
+
+
+class _Experts:
+    """Experts of a layer on made-up inputs.
+
+    Args:
+        accelerator: The GPU.
+        geometry: Of the experts.
+        shapes: How many there are.
+        tokens: Of a launch.
+        sets: Launches, each over blocks of its own.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, geometry: ExpertGeometry, shapes: CardShapes, tokens: int, sets: int
+    ) -> None:
+        rows, blocks, device = shapes.experts, shapes.blocks, accelerator.device
+        self._accelerator, self._rows = accelerator, rows
+        self._kernels = BlockKernels(geometry, device, stream=accelerator.stream)
+        ends = np.arange(rows + 1, dtype=np.int32) * tokens
+        token = np.tile(np.arange(tokens, dtype=np.int32), rows)
+        weight = np.full(rows * tokens, 1.0 / rows, np.float32)
+        self._items = Items.build(ends, token, weight, tokens, device)
+        row_entry = np.arange(rows + 1, dtype=np.int32) * blocks
+        self._lists = [
+            BlockList.build(
+                np.arange(at * rows * blocks, (at + 1) * rows * blocks, dtype=np.int32),
+                row_entry,
+                np.zeros(rows, np.int32),
+                ends,
+                device,
+            )
+            for at in range(sets)
+        ]
+        self._x = torch.full((tokens, geometry.hidden_size), 0.01, dtype=accelerator.dtype, device=device)
+        self._out = torch.empty_like(self._x)
+        self._partial = self._kernels.partials(self._items, self._x.dtype)
+
+    def launch(self, pages: torch.Tensor) -> None:
+        """Launch everything."""
+        self._accelerator.before_kernels()
+        for each in self._lists:
+            self._kernels.add(pages, each, self._items, self._x, self._partial)
+            self._kernels.combine(self._partial, self._items, self._out)
+
+    def prepare(self, pages: torch.Tensor) -> PreparedLayer | None:
+        """The first of the launches, of one token; see :meth:`BlockKernels.prepare`."""
+        lists = {**vars(self._items), **vars(self._lists[0])}
+        given = {name: value for name, value in lists.items() if isinstance(value, torch.Tensor)}
+        return self._kernels.prepare(pages, self._rows, self._x, self._out, None, given)
 
 
 class _DeviceArray:

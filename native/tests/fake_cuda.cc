@@ -14,6 +14,7 @@
 //   pin_limit (bytes), fail_after (copies, after which the context is dead), piece (bytes copied at a time,
 //   with a pause between), version, no_batches (1: batches are refused), gate (copies that may begin in all,
 //   -1: any), call (s that a call for copies blocks), no_bytes (1: copies take their time and move nothing),
+//   at_once (1: what an idle stream is given is done by the caller),
 //   refuse_pins (so many of the next registrations are refused), refuse_with (their error), busy (0: begins
 //   to count busy and idle anew)
 //
@@ -200,10 +201,17 @@ std::shared_ptr<Event> event_at(const void* event) {
 
 Result give(void* stream, std::function<void()> work) {
   World& all = world();
-  const Lock lock(all.mutex);
-  if (all.streams.count(stream) == 0) return kInvalidHandle;
-  static_cast<Stream*>(stream)->work.push_back(std::move(work));
-  all.changed.notify_all();
+  {
+    const Lock lock(all.mutex);
+    if (all.streams.count(stream) == 0) return kInvalidHandle;
+    auto* const one = static_cast<Stream*>(stream);
+    if (all.settings["at_once"] == 0 || one->busy || !one->work.empty()) {
+      one->work.push_back(std::move(work));
+      all.changed.notify_all();
+      return kSuccess;
+    }
+  }
+  work();
   return kSuccess;
 }
 

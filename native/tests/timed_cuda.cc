@@ -29,6 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <deque>
 #include <limits>
@@ -75,6 +76,18 @@ struct Stream {
 struct Engine {
   Stream* stream = nullptr;  // whose operation runs
   double left = 0;           // seconds at full speed
+};
+
+// A kernel, made by the caller. One of its parameters may be a list with the first entry of each of `rows`
+// rows, and the number of entries behind them.
+struct TimedKernel {
+  std::uint64_t parameters;
+  std::uint64_t sizes[64];
+  double host;           // seconds of the host's thread
+  double seconds;        // of the GPU
+  double entry_seconds;  // and for each entry
+  std::int64_t list;     // number of that parameter; -1: it has none
+  std::int64_t rows;
 };
 
 struct Watcher {
@@ -546,8 +559,34 @@ Result cuEventQuery(void* event) {
   charge(figure("event_call"));
   return one->completed >= one->recorded ? kSuccess : kNotReady;
 }
-Result cuMemcpyHtoDAsync_v2(unsigned long long, const void*, std::size_t bytes, void* stream) {
-  return copy_many(&bytes, 1, stream);
+// Outside of links' streams: a list of the host's thread, which kernels' times depend on.
+Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t bytes, void* stream) {
+  const Stream* const one = stream_at(stream);
+  if (one == nullptr) return kInvalidHandle;
+  if (one->of_link) return copy_many(&bytes, 1, stream);
+  timed_copy(stream, static_cast<double>(bytes), 0);
+  std::memcpy(reinterpret_cast<void*>(static_cast<std::uintptr_t>(to)), from, bytes);
+  return kSuccess;
+}
+Result cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, std::size_t* size) {
+  const auto* const kernel = static_cast<const TimedKernel*>(function);
+  if (index >= kernel->parameters) return kInvalidValue;
+  *offset = 0;
+  *size = kernel->sizes[index];
+  return kSuccess;
+}
+Result cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                      void* stream, void** parameters, void**) {
+  const auto* const kernel = static_cast<const TimedKernel*>(function);
+  double device = kernel->seconds;
+  if (kernel->list >= 0) {
+    unsigned long long address = 0;
+    std::memcpy(&address, parameters[kernel->list], sizeof(address));
+    const auto* const first = reinterpret_cast<const std::int32_t*>(static_cast<std::uintptr_t>(address));
+    device += kernel->entry_seconds * first[kernel->rows];
+  }
+  compute("launches", stream, kernel->host, device);
+  return kSuccess;
 }
 Result cuMemcpyBatchAsync(unsigned long long*, unsigned long long*, std::size_t* bytes, std::size_t many,
                           void*, std::size_t*, std::size_t, std::size_t*, void* stream) {

@@ -29,8 +29,10 @@ from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.offload import graph_decoder
 from moechat.offload.gpu import GpuPlacement
 from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.routing import Trace
 
@@ -80,6 +82,19 @@ class NoMemory:
 
     def close(self) -> None:
         pass
+
+
+class TimedLayers(LaunchedLayers):
+    """Layers whose choice arrives when the GPU has computed it."""
+
+    def answer(self, ordinal: int) -> None:
+        landed = self._requests[ordinal].landed
+        assert landed is not None
+        self._packed[ordinal][:] = self._pages.accelerator.arrived(landed)[: len(self._packed[ordinal])]
+        super().answer(ordinal)
+
+
+graph_decoder.LaunchedLayers = TimedLayers  # type: ignore[misc]
 
 
 class AttentionCache:

@@ -12,7 +12,7 @@ import mmap
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moechat import _native
 from moechat.configurator import gpu_pattern as pattern
 from moechat.configurator.estimate import ModelShape, nearest_bits
 from moechat.configurator.gpu_rates import DENSE_SHARE, EXPERT_SHARE
@@ -28,6 +29,7 @@ from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.block_list import BlockList, Items
+from moechat.offload.kernels.call import PreparedLayer
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.page_lookup import PageLookup
 
@@ -195,6 +197,8 @@ class TimedKernels(BlockKernels):
         super().__init__(geometry, torch.device("cpu"))
         self._gpu = gpu
         self._rate = EXPERT_SHARE * gpu.bandwidth
+        self._prepared: dict[int, PreparedLayer] = {}
+        self._kept: list[TimedKernel] = []
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         return TimedTensor(self._gpu)  # type: ignore[return-value]
@@ -220,6 +224,48 @@ class TimedKernels(BlockKernels):
     ) -> None:
         out.zero_()
         self._gpu.launch(0.0)
+
+    def prepare(
+        self,
+        pages: torch.Tensor,
+        picks: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        others: torch.Tensor | None,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> PreparedLayer:
+        if picks not in self._prepared:
+            entry = self.geometry.record_bytes / self._rate
+            host, step = pattern.KERNEL_CALL, pattern.STREAM_KERNEL
+            blocks = TimedKernel(host=host, seconds=step, entry_seconds=entry, list=0, rows=picks)
+            total = TimedKernel(host=host, seconds=step, list=-1)
+            self._kept += [blocks, total]
+            launch = total.launch({"token_item": "p"})
+            both = blocks.launch({"row_entry": "p", "clear": "i"})
+            self._prepared[picks] = PreparedLayer(both, launch, launch)
+        return self._prepared[picks]
+
+
+class TimedKernel(ctypes.Structure):
+    """As in ``native/tests/timed_cuda.cc``."""
+
+    _fields_ = (
+        ("parameters", ctypes.c_uint64),
+        ("sizes", ctypes.c_uint64 * 64),
+        ("host", ctypes.c_double),
+        ("seconds", ctypes.c_double),
+        ("entry_seconds", ctypes.c_double),
+        ("list", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+    )
+
+    def launch(self, names: dict[str, str]) -> _native.PreparedLaunch:
+        """A launch with parameters of these names and kinds."""
+        self.parameters = len(names)
+        for at, kind in enumerate(names.values()):
+            self.sizes[at] = 8 if kind == "p" else 4
+        kernel = _native.CudaKernel(ctypes.addressof(self), 32, 0, "".join(names.values()))
+        return _native.PreparedLaunch(kernel, (1, 1, 1), list(names))
 
 
 class TimedTensor:
@@ -365,7 +411,7 @@ class TimedGpu(Accelerator):
         if self.recording is not None:
             self.recording.add(seconds, 1, answer)
         else:
-            self.clock.launch(self._handle, pattern.TRITON_CALL, seconds + pattern.STREAM_KERNEL)
+            self.clock.launch(self._handle, pattern.KERNEL_CALL, seconds + pattern.STREAM_KERNEL)
 
     def layer(self) -> None:
         """The dense part of a layer, which takes no time where it is not recorded."""

@@ -7,7 +7,8 @@ blocks are tiny, and kernels and graphs are not run: what is left is our own Pyt
 the stand-in takes for copies and events. A launch that a GPU would be given counts as nothing; the table says
 how many there are. Time is that of the thread, without what it waits for.
 
-"host": the host launches every layer; "ahead": with ``moechat/offload/run_ahead.py``. Layers that lack a
+"python": Python launches every layer; "host": native code does, as in a replay
+(``moechat/offload/launched_layers.py``); "ahead": with ``moechat/offload/run_ahead.py``. Layers that lack a
 block lack one expert. Given are medians over tokens, without the first third.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from fake_cuda import VARIABLE, FakeCuda
+from fake_kernels import FakeKernel
 from interpreted_gpu import InterpretedGpu
 
 from moechat import _native
@@ -32,6 +34,8 @@ from moechat.offload import run_ahead
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.gpu_layer import ExpertRequest, GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages
+from moechat.offload.kernels.call import PreparedLayer
+from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.tier import ExpertTier
 
 # Layers, experts, blocks of an expert, experts of a token.
@@ -71,6 +75,10 @@ class Gpu(InterpretedGpu):
         """Values of a tensor."""
         self.counts.copies += 1
         return packed.numpy()
+
+    def arrived(self, landed: torch.Tensor) -> np.ndarray:
+        """Values of a tensor."""
+        return self.to_host(landed)
 
     def point(self) -> Any:
         """A point that has always passed."""
@@ -115,7 +123,7 @@ class Model:
         partial = torch.zeros(4, picks, HIDDEN)
 
         def add(*_: Any, **__: Any) -> None:
-            counts.kernels += 2
+            counts.kernels += 1
 
         def combine(*_: Any) -> None:
             counts.kernels += 1
@@ -126,10 +134,11 @@ class Model:
         self.requests = [
             ExpertRequest(
                 torch.zeros(1, HIDDEN),
-                torch.zeros(words, dtype=torch.int32),
+                packed := torch.zeros(words, dtype=torch.int32),
                 picks,
                 ((1, (ordinal + 1) % layers),),
                 inputs=False,
+                landed=packed,
             )
             for ordinal in range(layers)
         ]
@@ -163,6 +172,24 @@ class Model:
             scores = np.zeros(experts, np.float32)
             scores[inside[:picks]] = 1
             packed[2 * picks :] = scores.view(np.int32)
+
+    def launched(self) -> LaunchedLayers:
+        """The layers for native code, with kernels that do nothing."""
+        kernels = self.pages.kernels_of(0)
+        lists = ["entry_page", "entry_slot", "row_entry", "row_block", "row_item", "item_token"]
+        # As many parameters as the real ones have.
+        self.fakes = FakeKernel.of("p" * 10 + "iiff"), FakeKernel.of("p" * 5 + "ii")
+        blocks, total = (
+            _native.PreparedLaunch(_native.CudaKernel(fake.address, 256, 0, kinds), (1, 1, 1), values)
+            for fake, kinds, values in (
+                (self.fakes[0], "p" * 10 + "iiff", [0, *lists, 0, 0, 0, 0, "clear", 0.0, 0.0]),
+                (self.fakes[1], "p" * 5 + "ii", [0, "token_item", "item_weight", 0, 0, 0, 0]),
+            )
+        )
+        kernels.prepare = lambda *_: PreparedLayer(blocks, total, None)  # type: ignore[method-assign]
+        found = LaunchedLayers.of(self.layers, self.requests, self.sums)
+        assert found is not None
+        return found
 
     def ahead(self) -> run_ahead.RunAhead:
         """The layers, looked up by the test."""
@@ -216,14 +243,14 @@ class _Graphs:
         return SimpleNamespace(begin=lambda: None, end=lambda: None, abandon=lambda: None)
 
 
-def measure(
-    cuda: FakeCuda, shape: tuple[int, int, int, int], hits: float, *, ahead: bool, tokens: int
-) -> dict:
+def measure(cuda: FakeCuda, shape: tuple[int, int, int, int], hits: float, *, way: str, tokens: int) -> dict:
     """Medians over tokens: microseconds, launches of graphs and kernels, waits, and copies to the host."""
     resident = 1.0 if hits == 1 else 0.75
+    cuda.set(at_once=1)  # a thread of the stand-in that wakes up costs more than all that is measured
     model = Model(cuda, shape, resident)
     model.fill(resident)
-    runs = model.ahead() if ahead else None
+    runs = model.ahead() if way == "ahead" else None
+    launched = model.launched() if way == "host" else None
     pieces = [Stub(model.counts) for _ in range(shape[0] + 1)]
     rows = []
     for token in range(tokens):
@@ -232,7 +259,19 @@ def measure(
         counts.graphs = counts.kernels = counts.copies = counts.waits = 0
         spent = 0.0
         with torch.inference_mode():
-            if runs is None:
+            if launched is not None:
+                begun = time.thread_time()
+                assert launched.serves()
+                assert launched.begin_token()
+                pieces[0].replay()
+                for layer, graph in zip(model.layers, pieces[1:], strict=True):
+                    launched.answer(layer.ordinal)
+                    graph.replay()
+                spent = time.thread_time() - begun
+                counts.kernels = sum(fake.launches for fake in model.fakes)
+                for fake in model.fakes:
+                    fake.launches = 0
+            elif runs is None:
                 begun = time.thread_time()
                 pieces[0].replay()
                 for layer, request, total, graph in zip(
@@ -295,11 +334,11 @@ def main() -> None:
     print(f"{'model':15} {'hits':>5} {'way':>7} {'us/token':>9} {'us/layer':>9} graphs kernels waits copies")
     for name, shape in SHAPES.items():
         for hits in (1.0, 0.9, 0.5, 0.0):
-            for ahead in (False, True):
-                found = measure(cuda, shape, hits, ahead=ahead, tokens=options.tokens)
+            for way in ("python", "host", "ahead"):
+                found = measure(cuda, shape, hits, way=way, tokens=options.tokens)
                 micro = 1e6 * found["us"]
                 print(
-                    f"{name:15} {hits:5.0%} {'ahead' if ahead else 'host':>7} {micro:9.0f} "
+                    f"{name:15} {hits:5.0%} {way:>7} {micro:9.0f} "
                     f"{micro / shape[0]:9.1f} {found['graphs']:6.0f} {found['kernels']:7.0f} "
                     f"{found['waits']:5.0f} {found['copies']:6.0f}",
                     flush=True,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -265,11 +266,6 @@ class BlockKernels:
             return None
         return quick.prepared(call.grid, call.arguments(addresses))
 
-    @property
-    def prepares(self) -> bool:
-        """Whether the driver launches the builds that there are."""
-        return all(quick is not None for quick in self._quick.values())
-
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
 
@@ -434,6 +430,7 @@ class BlockKernels:
         x: torch.Tensor,
         out: torch.Tensor,
         others: torch.Tensor | None,
+        given: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> PreparedLayer | None:
         """The launches of a layer of a decoded token that chooses ``picks`` experts, each once.
 
@@ -443,24 +440,32 @@ class BlockKernels:
             x: ``[1, hidden]``, always in the same memory.
             out: As :meth:`combine`, always in the same memory.
             others: As :meth:`combine`, for launches that add it; ``None``: there are none.
+            given: Lists that are known now, by name.
 
         Returns:
-            ``None`` until :meth:`add` and :meth:`combine` have launched their kernels through Triton, and
-            where those for few tokens do not serve.
+            ``None`` until :meth:`add` and :meth:`combine` have launched their kernels through Triton, where
+            the driver cannot launch these, and where those for few tokens do not serve.
         """
         geometry = self.geometry
         shape = Shape.of(geometry, 1, picks, {x.dtype, *self.weights}, self._ordinal)
         if shape.dot != 0:
             return None
+
+        def lists(*names: str) -> list[torch.Tensor | str]:
+            return [given.get(name, name) for name in names]
+
         partial = self._memory(1, (shape.splits, picks, self._padded), torch.float32)
         slots = picks * geometry.blocks_per_expert
         activations = self._memory(1, (slots, BLOCK_NEURONS), kept_type(shape, x.dtype))
-        lists = ("entry_page", "entry_slot", "row_entry", "row_block", "row_item", "item_token")
-        blocks = self._few_call(shape, (picks, picks, 1), pages, lists, x, activations, partial, "clear")
-        found = [self._prepared(blocks)]
-        for added in (None,) if others is None else (None, others):
-            total = self._sum_call(shape, (1, picks, picks), partial, "token_item", "item_weight", added, out)
-            found.append(self._prepared(total))
-        if found[0] is None or found[1] is None or found[-1] is None:
+        of_launch = lists("entry_page", "entry_slot", "row_entry", "row_block", "row_item", "item_token")
+        clear: int | str = "clear" if not given else 0
+        call = self._few_call(shape, (picks, picks, 1), pages, of_launch, x, activations, partial, clear)
+        blocks = self._prepared(call)
+        token_item, weight = lists("token_item", "item_weight")
+        totals = [
+            self._prepared(self._sum_call(shape, (1, picks, picks), partial, token_item, weight, added, out))
+            for added in ([None] if others is None else [None, others])
+        ]
+        if blocks is None or totals[0] is None or totals[-1] is None:
             return None
-        return PreparedLayer(found[0], found[1], None if others is None else found[-1])
+        return PreparedLayer(blocks, totals[0], None if others is None else totals[-1])

@@ -51,6 +51,7 @@ class PreparedLaunch {
   // std::invalid_argument if they do not fit the kernel.
   PreparedLaunch(cuda::Kernel kernel, cuda::Kernel::Grid grid, std::vector<cuda::Kernel::Value> values,
                  std::vector<std::pair<std::size_t, Blank>> blanks);
+  bool has_blanks() const { return !blanks_.empty(); }
   // Throws cuda::Error.
   void launch(cuda::Stream stream, const Filled& filled) const;
 

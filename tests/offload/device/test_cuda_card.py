@@ -129,19 +129,18 @@ def test_a_call_of_experts_reads_all_its_blocks(card, bits: int) -> None:
 def test_what_a_call_computes_is_the_sum_of_its_experts(card) -> None:
     """The kernels get the lists that they get from the engine: other ones would be fast for nothing."""
     from moechat import _native
-    from moechat.offload.cuda_card import _block
+    from moechat.offload.cuda_card import _block, _Experts
 
     geometry, pages = card._pages(4)
-    run = card._expert_calls(geometry, pages, 1, 1)
-    cells = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__), strict=True))
-    run()
+    experts = _Experts(card._accelerator, geometry, card._shapes, 1, 1)
+    experts.launch(pages)
     record = np.concatenate([_block(geometry)] * 2).reshape(2, 1, -1)
     x, expected = np.full((1, 64), 0.01, np.float32), np.empty((1, 64), np.float32)
     choice, weights = np.array([[0, 1]]), np.full((1, 2), 0.5, np.float32)
     _native.resident_forward(
         _native.BlockLayout(64, 64, 4), _native.Gate(), record, x, choice, weights, expected
     )
-    np.testing.assert_allclose(cells["out"].float().numpy(), expected, rtol=2e-2, atol=1e-6)
+    np.testing.assert_allclose(experts._out.float().numpy(), expected, rtol=2e-2, atol=1e-6)
 
 
 def test_a_pin_that_the_driver_refuses_gives_the_reason(card, driver) -> None:

@@ -14,11 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from fake_kernels import BuiltKernel, built_kernels
-from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
-from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.settings import OffloadOptions
 
