@@ -398,7 +398,8 @@ def _figures(done: SimulatedRun, tier: Tier) -> dict[str, Any]:
         "prefetch_bytes_per_token": float(done.prefetch_bytes.mean()),
         "wasted_bytes_per_token": counters["prefetch_wasted"] * tier.block_bytes / tokens,
         "far_blocks_per_token": counters["blocks_far"] / tokens,
-        "link_busy": counters["link_busy_seconds"] / total if total else 0.0,
+        # Sums of times round.
+        "link_busy": min(1.0, counters["link_busy_seconds"] / total) if total else 0.0,
         "far_busy": counters["far_seconds"] / total if total else 0.0,
         "pages": tier.pages,
         "pages_bytes": tier.pages * tier.block_bytes,

@@ -96,11 +96,11 @@ def test_near_gpu_by_hand() -> None:
     costs = costs_of(PC, SHAPE, near="gpu", context=1000)
     # A copy of 1 MB takes 50 us besides its bytes at 20 GB/s.
     # 0.9 of 500 GB/s; 25 kernels of a graph, its call and start; the choice, the host wakes up and decides.
-    choice = 50e-6 + 3e-6 + 80e-6
+    choice = 50e-6 + 3e-6 + 30e-6
     assert costs.attention == pytest.approx(49.5 * MB / (450 * GB) + 25 * 1.9e-6 + 12e-6 + choice)
     # Lists and the launch; 0.8 of 500 GB/s, the kernel and the sum: the host is done before.
-    assert costs.moe == pytest.approx(6e-6 + 15e-6 + 30 * MB / (400 * GB) + 3e-6 + 3e-6)
-    assert costs.head == pytest.approx(18 * MB / (450 * GB) + 6 * 1.9e-6 + 12e-6 + choice - 80e-6 + 200e-6)
+    assert costs.moe == pytest.approx(6e-6 + 8.9e-6 + 30 * MB / (400 * GB) + 3e-6 + 3e-6)
+    assert costs.head == pytest.approx(18 * MB / (450 * GB) + 6 * 1.9e-6 + 12e-6 + choice - 30e-6 + 200e-6)
     assert costs.load == pytest.approx(0.5e-3)
     assert costs.load_together == pytest.approx(0.625e-3)
     assert costs.latency == pytest.approx(20e-6)
@@ -119,9 +119,10 @@ def test_small_experts_are_not_moved_faster_while_the_cpu_computes(near: Any, bl
 
 
 def test_small_experts_on_a_gpu_take_the_time_that_the_host_launches() -> None:
-    costs = costs_of(PC, replace(SHAPE, block_bytes=1000), near="gpu")
+    slow = replace(PC, gpu=replace(PC.gpu, call=measured(40e-6)))
+    costs = costs_of(slow, replace(SHAPE, block_bytes=1000), near="gpu")
     # The sum is launched while the kernel runs, which takes no time.
-    assert costs.moe == pytest.approx(6e-6 + 15e-6 + 11e-6)
+    assert costs.moe == pytest.approx(6e-6 + 24e-6 + 20e-6)
 
 
 def test_the_context_is_read_once_a_token() -> None:

@@ -674,7 +674,7 @@ def test_tokens_of_a_gpu_that_holds_every_expert_do_not_wait_for_the_host(
     usual, without_graphs = speed(), speed(deterministic=True)
     monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
     behind = speed()
-    assert usual.tokens_per_s > 1.5 * behind.tokens_per_s
+    assert usual.tokens_per_s > 1.3 * behind.tokens_per_s
     assert without_graphs.tokens_per_s == pytest.approx(behind.tokens_per_s, rel=0.01)
     assert usual.ttft_s is not None
     assert usual.ttft_s == behind.ttft_s, "the host launches every layer of a prompt"

@@ -113,7 +113,7 @@ def test_a_layer_is_bound_by_the_host_where_its_experts_are_quick(found: dict[st
     longer = seconds_of(slow) - seconds_of(usual)
     assert longer == pytest.approx(usual["layers"] * (180e-6 - pattern.LAYER_HOST), rel=1e-3)
     share = slow["counts"]["gpu_starved"] / sum(slow["seconds"])
-    assert share > usual["counts"]["gpu_starved"] / sum(usual["seconds"]) > 0.3
+    assert share > usual["counts"]["gpu_starved"] / sum(usual["seconds"]) > 0.2
 
 
 def test_plan_simulate_and_the_engine_agree_where_the_host_launches_resident_layers(

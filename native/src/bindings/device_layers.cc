@@ -118,7 +118,14 @@ class LayersObject {
 
 void bind_device_layers(py::module_& m) {
   py::class_<PreparedLaunch>(m, "PreparedLaunch")
-      .def(py::init(&prepared), py::arg("kernel"), py::arg("grid"), py::arg("values"));
+      .def(py::init(&prepared), py::arg("kernel"), py::arg("grid"), py::arg("values"))
+      .def(
+          "__call__",
+          [](const PreparedLaunch& launch, std::uintptr_t stream) {
+            if (launch.has_blanks()) refuse("the launch has arguments that are not known yet");
+            launch.launch(reinterpret_cast<void*>(stream), {});
+          },
+          py::arg("stream"));
   py::class_<LayersObject>(m, "DeviceLayers")
       .def(py::init<py::object, int, std::int64_t, std::int64_t, py::array, std::uint64_t, std::int64_t,
                     std::optional<py::array>, std::uint64_t, const std::vector<Layer>&>(),
