@@ -59,18 +59,18 @@ WAKE_SPINNING = 3e-6
 WAKE_POLLING = 10e-6
 # The host's own work for a layer that is replayed from graphs, without the calls above: what the cache
 # decides, its lists, and one call from Python (moechat/offload/launched_layers.py). Measured as 27 us where
-# all is there and 35 us where one layer of ten lacks an expert, on a server's core (tests/support/host_time.py;
-# launched from Python, the same layers take 122 and 134 us there).
+# all is there and 35 us where one layer of ten lacks an expert, on a server's core
+# (tests/support/host_time.py; launched from Python, the same layers take 122 and 134 us there).
 LAYER_HOST = 30e-6
 # Host: accounting for a layer that the GPU has computed by itself: measured as 3 us with 8 experts a layer
 # and 6.4 us with 128 on a server's core (tests/support/host_time.py).
 LAYER_ACCOUNT = 6.5e-6
 # Host: sampling, text, the token's number and position to the GPU, for each token.
 TOKEN_HOST = 200e-6
-# Kernels of a decoder layer, counted on the H100 for Qwen3-MoE: norms, projections, rotary, cache,
-# attention, residuals, router, choice, the request and its copy to the host; and of the head. Mixtral has two
-# norms less.
-DENSE_KERNELS = 25
+# Kernels of a decoder layer of Qwen3-MoE: norms, projections, rotary, cache, attention, residuals, router,
+# choice, the request and its copy to the host; and of the head. Mixtral has two norms less. Counted on the
+# H100, where there were 25: the request took seven then, and takes one.
+DENSE_KERNELS = 19
 HEAD_KERNELS = 6
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1

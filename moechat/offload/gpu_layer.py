@@ -11,7 +11,7 @@ of the sum goes to the GPU in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,9 @@ import torch
 
 from moechat.budget.gpu_sizes import WORK_PAIRS
 from moechat.configurator.systems import RequestForm
-from moechat.offload.gpu_pages import GpuPages
+from moechat.models.router_search import Router, Scoring
+from moechat.offload.gpu_pages import GpuPages, Ranks
+from moechat.offload.kernels import steps
 from moechat.offload.tier import ExpertTier
 
 
@@ -52,9 +54,11 @@ class Capture(Protocol):
 
     Attributes:
         form: What the requests contain; it serves the settings of the tier.
+        fused: Kernels of ours make the requests, in one launch.
     """
 
     form: RequestForm
+    fused: bool
 
     def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
         """Memory for the sum of the experts of layer ``ordinal``, ``[tokens, hidden]``."""
@@ -104,31 +108,43 @@ class GpuExpertLayer:
         else:
             ahead = settings.predicted_layers
             inputs = self.pages.miss(settings, len(x)) != "fetch"
-        ranked = self._ranked(x, ahead)
+        routers = self._routers(len(x), ahead)
+        places = tuple((distance, layer) for distance, layer, _ in routers)
+        packed = self._packed(x, top_k_index, top_k_weights.detach(), [one for _, _, one in routers], inputs)
+        return ExpertRequest(x, packed, top_k_index.numel(), places, inputs)
+
+    def _packed(
+        self,
+        x: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        routers: Sequence[Ranks],
+        inputs: bool,
+    ) -> torch.Tensor:
+        """The words of a request."""
+        if self.capture is not None and self.capture.fused:
+            known = [_launched(one, x) for one in routers]
+            if all(known) and steps.serves_request(x, top_k_index, top_k_weights):
+                ranks = [one for one in known if one is not None]
+                return steps.request(x, top_k_index, top_k_weights, ranks, inputs=inputs)
         parts = [
             top_k_index.to(torch.int32),
-            top_k_weights.detach().to(torch.float32),
-            *(score for _, _, score in ranked),
+            top_k_weights.to(torch.float32),
+            *(one.scores(x[-1:])[0] for one in routers),
             *([x.to(torch.float32)] if inputs else []),
         ]
-        return ExpertRequest(
-            x,
-            torch.cat([part.reshape(-1).view(torch.int32) for part in parts]),
-            top_k_index.numel(),
-            tuple((distance, layer) for distance, layer, _ in ranked),
-            inputs,
-        )
+        return torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
 
-    def _ranked(self, hidden: torch.Tensor, ahead: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Distance, ordinal and scores ``[experts]`` of the next ``ahead`` layers, by their routers."""
+    def _routers(self, tokens: int, ahead: int) -> list[tuple[int, int, Ranks]]:
+        """Distance and ordinal of the next ``ahead`` layers, and what ranks their experts."""
         routers = self.pages.routers
         if ahead == 0 or not routers:
             return []
         found = []
-        for distance, layer in self.tier.ranked_layers(self.ordinal, len(hidden), ahead):
+        for distance, layer in self.tier.ranked_layers(self.ordinal, tokens, ahead):
             router = routers[layer]
             if router is not None:
-                found.append((distance, layer, router.scores(hidden[-1:])[0]))
+                found.append((distance, layer, router))
         return found
 
     def answer(
@@ -248,3 +264,16 @@ class GpuExpertLayer:
         kernels.combine(partial, items, out, others)
         clocks.end_layer()
         return out
+
+
+def _launched(router: Ranks, x: torch.Tensor) -> steps.Ranks | None:
+    """A router as a kernel of ours takes it; ``None``: it cannot compute the scores of ``x``."""
+    if not isinstance(router, Router) or router.weight.device != x.device:
+        return None
+    if router.weight.shape[1] != x.shape[1]:
+        return None
+    corrected = router.correction is not None
+    if corrected and router.scoring is Scoring.SOFTMAX:
+        return None
+    sigmoid = router.scoring is Scoring.SIGMOID
+    return steps.Ranks(router.weight, router.bias, sigmoid, router.correction)

@@ -112,13 +112,16 @@ class GpuPages:
         """See :meth:`CacheSettings.request_form`."""
         return settings.request_form(predicts=bool(self.routers), far_computes=bool(self.far_records))
 
-    def recorded_form(self, planned: CacheSettings, wanted: CacheSettings) -> RequestForm:
+    def recorded_form(self, planned: CacheSettings, wanted: CacheSettings, *, all_fit: bool) -> RequestForm:
         """What recorded requests contain.
 
         Args:
             planned: The settings that the targets were planned for.
             wanted: The settings at work.
+            all_fit: Every block of the model has a page: nothing is fetched ahead, or computed by the CPU.
         """
+        if all_fit:
+            return RequestForm(0, inputs=False)
         form = self.request_form(planned)
         if not form.serves(self.request_form(wanted)):
             form = self.request_form(wanted)

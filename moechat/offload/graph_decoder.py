@@ -67,11 +67,13 @@ class _Recording:
         new: Makes a graph; ``None``: the pass runs, and is not recorded.
         form: Of the requests.
         landing: Makes host memory for so many words of a request.
+        fused: See :class:`moechat.offload.gpu_layer.Capture`.
     """
 
     new: Callable[[], Graph] | None
     form: RequestForm
     landing: Callable[[int], torch.Tensor]
+    fused: bool
     graphs: list[Graph] = field(default_factory=list)
     requests: list[ExpertRequest] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -154,6 +156,7 @@ class _Comparison:
     """
 
     form: RequestForm
+    fused: bool = False
     answers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     off: list[torch.Tensor] = field(default_factory=list)
 
@@ -353,7 +356,8 @@ class GraphDecoder:
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
         tier, pages = experts[0].tier, experts[0].pages
-        form = pages.recorded_form(tier.planned_settings, tier.settings)
+        all_fit = tier.pages >= tier.blocks
+        form = pages.recorded_form(tier.planned_settings, tier.settings, all_fit=all_fit)
         if addresses == self._addresses and self._tier is tier and self._form == form:
             return
         self._forget()
@@ -414,9 +418,9 @@ class GraphDecoder:
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
             with watch:
-                run(_Recording(None, self._form, landing, crossing=crossing))
+                run(_Recording(None, self._form, landing, bool(steps), crossing=crossing))
             graphs.make_room()
-            recording = _Recording(graphs.new, self._form, landing, crossing=crossing, again=run)
+            recording = _Recording(graphs.new, self._form, landing, bool(steps), crossing=crossing, again=run)
             crossing.second_pass()
             with watch:
                 run(recording)
@@ -529,7 +533,8 @@ class GraphDecoder:
         graphs = self._graphs
         if graphs is None or recording.again is None:
             return None
-        complete = _CompleteRecording(graphs.new, recording.form, recording.landing, pieces=recording)
+        form, landing, fused = recording.form, recording.landing, recording.fused
+        complete = _CompleteRecording(graphs.new, form, landing, fused, pieces=recording)
         try:
             with graphs.aside():
                 graphs.make_room()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError
 
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _MEMORY_HINT = "allow more memory and address space (ulimit -v unlimited), or close other programs"
+_RUST_TEXT = re.compile(r"\(os error (\d{1,4})\)")
 _DISK_FAILED = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ENXIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -49,11 +52,11 @@ def failures_explained(store: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if not lacks_resources(problem) and problem.errno not in _DISK_FAILED:
-            raise
         named = isinstance(problem.filename, str)
+        if (failure := _refused(problem)) is None:
+            raise
         path = Path(problem.filename) if named else store
-        raise file_problem(path, problem, StoreDamagedError, "read") from problem
+        raise file_problem(path, failure, StoreDamagedError, "read") from problem
     except MemoryError as problem:
         raise DoesNotFitError(f"the memory ran out while {store} was loaded", hint=_MEMORY_HINT) from problem
     except RuntimeError as problem:
@@ -63,6 +66,26 @@ def failures_explained(store: Path) -> Iterator[None]:
             f"the system refused a thread while {store} was loaded",
             hint="allow more memory and processes (ulimit -v, ulimit -u), or close other programs",
         ) from problem
+    except Exception as problem:
+        if (failure := _refused(_of_rust(problem))) is None:
+            raise
+        raise file_problem(store, failure, StoreDamagedError, "read") from problem
+
+
+def _refused(problem: OSError | None) -> OSError | None:
+    """A failure of the system or of the disk; ``None`` for any other."""
+    if problem is None or not (lacks_resources(problem) or problem.errno in _DISK_FAILED):
+        return None
+    return problem
+
+
+def _of_rust(problem: Exception) -> OSError | None:
+    """The failure that a library in Rust reports; it raises a plain ``Exception`` with Rust's text."""
+    found = _RUST_TEXT.search(str(problem))
+    if found is None:
+        return None
+    number = int(found[1])
+    return OSError(number, os.strerror(number))
 
 
 def _resource_hint(problem: OSError) -> str:

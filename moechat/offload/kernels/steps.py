@@ -1,7 +1,11 @@
-"""Norms, rotary embedding and the choice of experts of decoded tokens on a GPU, in one launch each."""
+"""Norms, rotary embedding, the choice of experts and what the host is told of it, in one launch each: for
+decoded tokens on a GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +24,9 @@ MOST_CHOSEN = 16
 # Elements of a row that a warp takes: 16 bytes of 16-bit elements for each thread.
 _COLUMNS_OF_WARP = 256
 _MOST_WARPS = 16
+# Of a program that scores an expert: a thread reads 16 bytes at a time.
+_REQUEST_WARPS = 4
+_REQUEST_COLUMNS = 512
 _SCORINGS = {
     "softmax": triton_steps.SOFTMAX.value,
     "sigmoid": triton_steps.SIGMOID.value,
@@ -133,6 +140,82 @@ def route(
     return weights, index
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """A router that :func:`request` computes; see :class:`moechat.models.router_search.Router`.
+
+    Attributes:
+        weight: float32 ``[experts, hidden]``, contiguous.
+        bias: float32 ``[experts]`` or ``None``.
+        sigmoid: Applied before the correction.
+        correction: float32 ``[experts]`` or ``None``.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    sigmoid: bool
+    correction: torch.Tensor | None
+
+
+def serves_request(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether :func:`request` takes these tensors of one token."""
+    device = x.device
+    return (
+        (device.type == "cuda" or (device.type == "cpu" and INTERPRETED))
+        and x.dtype in _NAMES
+        and weights.dtype in _NAMES
+        and index.dtype is torch.int64
+        and x.shape[0] == 1
+        and all(each.device == device and each.is_contiguous() for each in (x, index, weights))
+    )
+
+
+def request(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    routers: Sequence[Ranks],
+    *,
+    inputs: bool,
+) -> torch.Tensor:
+    """The words of a layer's request, int32; see :class:`moechat.offload.gpu_layer.ExpertRequest`.
+
+    Args:
+        x: ``[1, hidden]``; :func:`serves_request`.
+        index: ``[1, picks]``.
+        weights: ``[1, picks]``.
+        routers: Of the layers that are scored, with as many experts each.
+        inputs: ``x`` is part of it.
+    """
+    picks, hidden = index.numel(), x.shape[1]
+    experts = len(routers[0].weight) if routers else 0
+    scored = 2 * picks + experts * len(routers)
+    packed = torch.empty(scored + (hidden if inputs else 0), dtype=torch.int32, device=x.device)
+    for place, ranks in enumerate(routers or (None,)):
+        router = x if ranks is None else ranks.weight
+        bias = None if ranks is None else ranks.bias
+        correction = None if ranks is None else ranks.correction
+        triton_steps.request[(max(1, experts),)](
+            index,
+            weights,
+            x,
+            router,
+            router if bias is None else bias,
+            router if correction is None else correction,
+            packed,
+            num_warps=_REQUEST_WARPS,
+            **_request_constants(
+                picks,
+                hidden,
+                scores_at=2 * picks + place * experts,
+                inputs_at=scored if inputs else -1,
+                first=place == 0,
+                ranks=ranks,
+            ),
+        )
+    return packed
+
+
 def _power(number: int) -> int:
     """The next power of two."""
     return 1 << max(0, number - 1).bit_length()
@@ -167,6 +250,24 @@ def _route_constants(rule: Rule, experts: int, *, corrected: bool) -> dict[str, 
     }
 
 
+def _request_constants(
+    picks: int, hidden: int, *, scores_at: int, inputs_at: int, first: bool, ranks: Ranks | None
+) -> dict[str, Any]:
+    return {
+        "PICKS": picks,
+        "PICKS_PADDED": _power(picks),
+        "HIDDEN": hidden,
+        "COLUMNS": min(_REQUEST_COLUMNS, _power(hidden)),
+        "SCORES_AT": scores_at,
+        "INPUTS_AT": inputs_at,
+        "FIRST": first,
+        "SCORES": ranks is not None,
+        "HAS_BIAS": ranks is not None and ranks.bias is not None,
+        "SIGMOID_FIRST": ranks is not None and ranks.sigmoid,
+        "CORRECTED": ranks is not None and ranks.correction is not None,
+    }
+
+
 def launches(
     norm: Norm, columns: int, head: tuple[int, int, int], rule: Rule, experts: int, dtype: torch.dtype
 ) -> list[Kernel]:
@@ -189,10 +290,24 @@ def launches(
         "weights": _NAMES[rule.weights_dtype],
         "index": "*i64",
     }
+    made = torch.empty(0)  # what it holds is not looked at
+    ranks = Ranks(made, made, rule.scoring == "sigmoid", made if rule.correction is not None else None)
+    told = {
+        "index": "*i64",
+        "weights": _NAMES[rule.weights_dtype],
+        "x": name,
+        **dict.fromkeys(("router", "bias", "correction"), "*fp32"),
+        "packed": "*i32",
+    }
+    scored = 2 * rule.chosen + experts
+    told_constants = _request_constants(
+        rule.chosen, columns, scores_at=2 * rule.chosen, inputs_at=scored, first=True, ranks=ranks
+    )
     norm_constants = _norm_constants(columns, round_first=norm.round_first)
     route_constants = _route_constants(rule, experts, corrected=rule.correction is not None)
     return [
         Kernel(triton_steps.rms_norm, norm_constants, norms, _norm_warps(columns)),
         Kernel(triton_steps.rotate, _rotate_constants(*head), states, 1),
         Kernel(triton_steps.route, route_constants, choice, 1),
+        Kernel(triton_steps.request, told_constants, told, _REQUEST_WARPS),
     ]

@@ -169,3 +169,58 @@ def route(
     to = token * CHOSEN + place
     tl.store(weights + to, (weight * scale).to(weights.dtype.element_ty), mask=chosen)
     tl.store(index + to, expert.to(tl.int64), mask=chosen)
+
+
+@triton.jit
+def request(
+    index,
+    weights,
+    x,
+    router,
+    bias,
+    correction,
+    packed,
+    PICKS: tl.constexpr,
+    PICKS_PADDED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCORES_AT: tl.constexpr,
+    INPUTS_AT: tl.constexpr,
+    FIRST: tl.constexpr,
+    SCORES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIGMOID_FIRST: tl.constexpr,
+    CORRECTED: tl.constexpr,
+):
+    """One word of the scores of a place for each program, or none; the first program writes the rest, if
+    ``FIRST``: what the router chose, and from ``INPUTS_AT`` on the inputs (-1: not them).
+    """
+    expert = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    if FIRST and expert == 0:
+        pick = tl.arange(0, PICKS_PADDED)
+        there = pick < PICKS
+        tl.store(packed + pick, tl.load(index + pick, mask=there, other=0).to(tl.int32), mask=there)
+        weight = tl.load(weights + pick, mask=there, other=0.0).to(tl.float32)
+        tl.store(packed + PICKS + pick, weight.to(tl.int32, bitcast=True), mask=there)
+        if INPUTS_AT >= 0:
+            for first in range(0, HIDDEN, COLUMNS):
+                inside = first + column < HIDDEN
+                value = tl.load(x + first + column, mask=inside, other=0.0).to(tl.float32)
+                to = packed + INPUTS_AT + first + column
+                tl.store(to, value.to(tl.int32, bitcast=True), mask=inside)
+    if SCORES:
+        row = router + expert.to(tl.int64) * HIDDEN
+        products = tl.zeros([COLUMNS], tl.float32)
+        for first in range(0, HIDDEN, COLUMNS):
+            inside = first + column < HIDDEN
+            value = tl.load(x + first + column, mask=inside, other=0.0).to(tl.float32)
+            products += value * tl.load(row + first + column, mask=inside, other=0.0)
+        score = tl.sum(products, axis=0)
+        if HAS_BIAS:
+            score += tl.load(bias + expert)
+        if SIGMOID_FIRST:
+            score = 1.0 / (1.0 + tl.exp(-score))
+        if CORRECTED:
+            score += tl.load(correction + expert)
+        tl.store(packed + SCORES_AT + expert, score.to(tl.int32, bitcast=True))

@@ -19,6 +19,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.routers import Rule
+from moechat.models.router_search import Router, Scoring
 from moechat.offload.kernels import steps
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -160,3 +161,52 @@ def test_every_expert_may_be_chosen() -> None:
     logits = drawn(2, 16)
     _, index = steps.route(logits, rule_of(chosen=16), None)
     assert torch.equal(index, logits.argsort(-1, descending=True))
+
+
+def words(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize(
+    ("scoring", "biased", "corrected"),
+    [("none", False, False), ("none", True, False), ("sigmoid", False, True), ("none", False, True)],
+)
+def test_a_request_has_the_words_that_torch_gives(
+    scoring: str, biased: bool, corrected: bool, inputs: bool, dtype: torch.dtype
+) -> None:
+    for places, picks, experts, hidden in ((0, 1, 3, 7), (1, 3, 5, 600), (2, 8, 16, 64)):
+        x, weights = drawn(1, hidden, dtype=dtype), drawn(1, picks, dtype=dtype, seed=2)
+        index = torch.randperm(experts + picks, generator=torch.Generator().manual_seed(4))[None, :picks]
+        index = index.contiguous().to(DEVICE)
+        routers = [
+            Router(
+                drawn(experts, hidden, seed=5 + place),
+                drawn(experts, seed=7) if biased else None,
+                Scoring(scoring),
+                drawn(experts, seed=8) if corrected else None,
+            )
+            for place in range(places)
+        ]
+        ranks = [steps.Ranks(one.weight, one.bias, scoring == "sigmoid", one.correction) for one in routers]
+        assert steps.serves_request(x, index, weights)
+        found = steps.request(x, index, weights, ranks, inputs=inputs)
+        scores = [one.scores(x)[0] for one in routers]
+        told = words(index.to(torch.int32), weights.float())
+        rest = words(x.float()) if inputs else torch.empty(0, dtype=torch.int32, device=DEVICE)
+        # Sums of products round in another order; everything else is the same bit by bit.
+        assert torch.equal(found[: 2 * picks], told)
+        assert torch.equal(found[2 * picks + places * experts :], rest)
+        if scores:
+            close_scores = found[2 * picks :][: places * experts].view(torch.float32)
+            torch.testing.assert_close(close_scores, torch.cat(scores), rtol=1e-5, atol=1e-4)
+
+
+def test_requests_of_other_tensors_are_left_to_torch() -> None:
+    x, index, weights = drawn(1, 64), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE), drawn(1, 2)
+    assert steps.serves_request(x, index, weights)
+    assert not steps.serves_request(drawn(2, 64), index, weights)
+    assert not steps.serves_request(x, index.int(), weights)
+    assert not steps.serves_request(x.double(), index, weights)
+    assert not steps.serves_request(drawn(1, 128)[:, ::2], index, weights)
