@@ -322,7 +322,7 @@ class GraphDecoder:
         # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
             recording.unchecked = max(0, recording.unchecked - 1)
-            if self._why_left:
+            if self._why_left and not recording.unchecked:
                 self._notify(
                     f"torch computes norms, rotary embedding and routers, which is slower: {self._why_left}"
                 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,6 +179,8 @@ class Conversion:
             else:
                 self._copy(planned, file.write, advance)
             size, digest = file.commit()
+        for source in sources:
+            _require_read_as(source, digest)
         self._checkpoint.require_readable()  # else it would count as finished when the conversion goes on
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)
@@ -298,6 +302,21 @@ class Conversion:
 def _numbered(pack: Packer) -> PackExpert:
     """The packer of a layer that packs all experts alike."""
     return lambda _number, matrices, biases, out: pack(matrices, biases, out)
+
+
+def _require_read_as(source: Path, digest: str) -> None:
+    """Read a small file once more: a byte that was read wrongly would be in the store for good.
+
+    Raises:
+        CheckpointError: Its SHA-256 is not that of what was read first.
+    """
+    with open(source, "rb") as file:
+        again = hashlib.file_digest(file, "sha256").hexdigest()
+    if again != digest:
+        raise CheckpointError(
+            f"{source} was read twice with different bytes",
+            hint="run the command again; if it stays so, check the disk (dmesg)",
+        )
 
 
 def _page_aligned(geometry: ExpertGeometry) -> NDArray[np.uint8]:

@@ -135,7 +135,8 @@ class Chosen:
         values = np.zeros(size, np.int32)
         values[: tier.top_k] = self._trace.experts[self.token, ordinal]
         begin, experts = 2 * tier.top_k, tier.geometry.num_experts
-        if self._rankings is not None:
+        # Where all experts fit, recordings leave predictions out.
+        if self._rankings is not None and tier.pages < tier.blocks:
             for ahead, layer in tier.ranked_layers(ordinal, 1, tier.settings.predicted_layers):
                 token = self.token + (ordinal + ahead) // tier.layers
                 scores = np.full(experts, -1.0, np.float32)

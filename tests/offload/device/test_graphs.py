@@ -362,7 +362,8 @@ def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, g
         assert answer(engine, TOKENS)
         assert engine.notices() == []
     assert replayed(gpu) == 0
-    assert [graphs.abandoned for graphs in gpu.graphs_made] == [1]
+    # Once with our kernels for norms and the like, and once without.
+    assert [graphs.abandoned for graphs in gpu.graphs_made] == [1, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -384,7 +385,7 @@ def test_a_wrong_replay_is_reported_and_not_used(
         assert error_of(found, expected) < TOLERANCE
         (note,) = engine.notices()
         assert "a replay differed from the model's own pass by" in note
-    assert replayed(gpu) == 3  # one token
+    assert replayed(gpu) == 2 * 3  # one token, with our kernels for norms and the like, and without
 
 
 def test_a_python_counter_frozen_by_recording_is_detected(model: Path, gpu, without) -> None:
@@ -410,7 +411,7 @@ def test_a_python_counter_frozen_by_recording_is_detected(model: Path, gpu, with
     with load(model, gpu) as engine:
         assert error_of(run(engine), expected) < TOLERANCE
         assert len(engine.notices()) == 1
-    assert replayed(gpu) == 2 * 3
+    assert replayed(gpu) == 2 * 2 * 3  # two tokens, with our kernels for norms and the like, and without
 
 
 def test_ctrl_c_during_a_replay_leaves_the_cache_unchanged(
