@@ -24,9 +24,14 @@ from places import TESTS
 SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
-LONG_SECONDS = 2.0
-# Long, and the only test of its kind.
-ALWAYS = frozenset({"scripts/test_faults.py::test_nothing_falls_in_the_short_campaign"})
+LONG_SECONDS = 1.9
+# Long, and the only tests of their kind.
+ALWAYS = frozenset(
+    {
+        "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
+        "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
+    }
+)
 HEADER = f"""\
 # Tests that take more than {SLOW_SECONDS} s of processor time:
 # number of cases, seconds of the first one, seconds of all, name.
