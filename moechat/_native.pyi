@@ -5,7 +5,7 @@ call at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -864,6 +864,12 @@ class PreparedLaunch:
             CudaError: The driver refused.
         """
 
+class LaunchClocks(Protocol):
+    """See :class:`moechat.offload.gpu_clocks.GpuClocks`."""
+
+    def begin_launch(self, nbytes: int) -> None: ...
+    def end_launch(self) -> None: ...
+
 class DeviceLayers:
     """The expert layers of decoded tokens on a GPU (``native/src/offload/device_layers.h``).
 
@@ -936,8 +942,12 @@ class DeviceLayers:
             ValueError: A name is not known.
         """
 
-    def run(self, layer: int) -> int:
+    def run(self, layer: int, clocks: LaunchClocks | None = None) -> int:
         """Wait for a layer's request and launch its experts.
+
+        Args:
+            layer: The layer.
+            clocks: Told of the launches of blocks; ``None``: nothing is.
 
         Returns:
             Bytes of the block records that are computed. -1: the router did not choose ``picks`` different

@@ -30,7 +30,7 @@ class LaunchedLayers:
         far_there: Memory for the CPU's part on the GPU, float32 ``[1, hidden]``; ``None``: it computes none.
     """
 
-    # Invariant: _native refers to the pages and lists at _addresses.
+    # Invariant: _native refers to _runner, and to the pages and lists at _addresses.
     def __init__(
         self,
         layers: Sequence[GpuExpertLayer],
@@ -41,13 +41,14 @@ class LaunchedLayers:
     ) -> None:
         self._layers, self._requests, self._sums = layers, requests, sums
         self._tier, self._pages = layers[0].tier, layers[0].pages
+        self._runner = self._tier.runner
         self._picks = requests[0].chosen
         self._far_there = far_there
         pages = self._pages
         lists = pages.lists.of_one_token(self._picks)
         self._packed = [_landed(request) for request in requests]
         self._native = _native.DeviceLayers(
-            self._tier.runner,
+            self._runner,
             device=pages.accelerator.ordinal,
             picks=self._picks,
             work=WORK_PAIRS,
@@ -67,9 +68,11 @@ class LaunchedLayers:
     def of(
         cls, layers: Sequence[GpuExpertLayer], requests: Sequence[ExpertRequest], sums: Sequence[torch.Tensor]
     ) -> LaunchedLayers | None:
-        """``None``: something is not of one token, its kernels have not been built yet, or they cannot be
-        launched by the driver.
+        """``None``: something is not of one token, its kernels have not been built yet or cannot be launched
+        by the driver, or something in Python takes the place of the runner.
         """
+        if not isinstance(layers[0].tier.runner, _native.ExpertRunner):
+            return None
         pages, picks = layers[0].pages, requests[0].chosen
         far_there = pages.far_there() if any(request.inputs for request in requests) else None
         prepared = []
@@ -85,18 +88,14 @@ class LaunchedLayers:
         return cls(layers, requests, sums, prepared, far_there)
 
     def serves(self) -> bool:
-        """Whether the launches are those of the pages and lists that there are now."""
-        return self._addresses == self._addresses_now()
+        """Whether the launches are those of the runner, the pages and the lists that there are now."""
+        return self._tier.runner is self._runner and self._addresses == self._addresses_now()
 
     def begin_token(self) -> bool:
-        """Whether the next token is launched so: nothing in Python decides what is loaded, and no layer is
-        timed.
-        """
+        """Whether the next token is launched so: nothing in Python decides what is loaded."""
         tier = self._tier
         settings = tier.settings
         if tier.replay is not None or tier.predictor is not None or settings.queues:
-            return False
-        if self._pages.clocks.timing:
             return False
         self._native.begin_token(
             self._pages.accelerator.stream(),
@@ -113,12 +112,15 @@ class LaunchedLayers:
     def answer(self, ordinal: int) -> None:
         """Compute a layer; see :meth:`GpuExpertLayer.answer`."""
         tier, request = self._tier, self._requests[ordinal]
-        nbytes = self._native.run(ordinal)
+        clocks = self._pages.clocks
+        clocks.begin_layer()
+        nbytes = self._native.run(ordinal, clocks if clocks.timing else None)
         if nbytes < 0:
             # The router chose an expert twice, or none: only logits that are no numbers do that.
             packed = self._packed[ordinal]
             self._layers[ordinal].answer_begun(request, packed, self._picks, self._sums[ordinal])
         else:
+            clocks.end_layer()
             tier.counters.bytes_read += nbytes
             tier.counters.activations += self._picks
         if tier.settings.looks_up and ordinal in (0, tier.layers - 1):

@@ -203,6 +203,29 @@ def test_what_is_there_is_launched_before_what_is_on_its_way(layers: Layers) -> 
     assert len({tuple(each["entry_page"][:BLOCKS]) for each in blocks}) == 2
 
 
+class Clocks:
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def begin_launch(self, nbytes: int) -> None:
+        self.told.append(nbytes)
+
+    def end_launch(self) -> None:
+        self.told.append(-1)
+
+
+def test_clocks_are_told_of_every_launch_of_blocks(layers: Layers) -> None:
+    layers.token(ahead="none", predicted=0)
+    layers.run(0, [0, 1])
+    layers.runner.drain()
+    layers.ask(0, [1, 5])
+    layers.cuda.set(latency=0.02)
+    clocks = Clocks()
+    layers.native.run(0, clocks)
+    blocks = BLOCKS * layers.layout.record_bytes
+    assert clocks.told == [blocks, -1, blocks, -1]
+
+
 def test_predicted_experts_are_prefetched(layers: Layers) -> None:
     layers.token()
     layers.run(0, [0, 1])

@@ -69,8 +69,21 @@ class LayersObject {
                          miss_of(miss)});
   }
 
-  std::int64_t run(std::int32_t layer) {
-    return object().call([&](ExpertRunner& runner) { return layers_.run(&runner, layer, check_signals); });
+  // clocks: has begin_launch(bytes) and end_launch(), or None.
+  std::int64_t run(std::int32_t layer, const py::object& clocks) {
+    LaunchHooks hooks;
+    if (!clocks.is_none()) {
+      hooks.begin = [&](std::int64_t bytes) {
+        const py::gil_scoped_acquire held;
+        clocks.attr("begin_launch")(bytes);
+      };
+      hooks.end = [&] {
+        const py::gil_scoped_acquire held;
+        clocks.attr("end_launch")();
+      };
+    }
+    return object().call(
+        [&](ExpertRunner& runner) { return layers_.run(&runner, layer, check_signals, hooks); });
   }
 
  private:
@@ -135,7 +148,7 @@ void bind_device_layers(py::module_& m) {
       .def("begin_token", &LayersObject::begin_token, py::arg("stream"), py::kw_only(), py::arg("predicted"),
            py::arg("experts"), py::arg("max_bytes"), py::arg("ahead"), py::arg("lookahead"),
            py::arg("stream_tokens"), py::arg("miss"))
-      .def("run", &LayersObject::run, py::arg("layer"));
+      .def("run", &LayersObject::run, py::arg("layer"), py::arg("clocks") = py::none());
 }
 
 }  // namespace moechat

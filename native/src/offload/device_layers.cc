@@ -104,7 +104,7 @@ void DeviceLayers::copy_lists(std::int64_t end) {
 }
 
 std::int64_t DeviceLayers::run(ExpertRunner* runner, std::int32_t ordinal,
-                               const DeviceExecutor::Interrupted& interrupted) {
+                               const DeviceExecutor::Interrupted& interrupted, const LaunchHooks& hooks) {
   if (ordinal < 0 || at(ordinal) >= layers_.size()) {
     throw std::invalid_argument("layer " + std::to_string(ordinal) + " of " + std::to_string(layers_.size()));
   }
@@ -150,7 +150,9 @@ std::int64_t DeviceLayers::run(ExpertRunner* runner, std::int32_t ordinal,
     put(Blank::kRowEntry, list = after(list, blocks.entries));
     put(Blank::kRowBlock, after(list, rows + 1));
     filled[place(Blank::kClear)].integer = clear ? 1 : 0;
+    if (hooks.begin) hooks.begin(blocks.entries * runner->options().layout.record_bytes);
     layer.blocks.launch(token_.stream, filled);
+    if (hooks.end) hooks.end();
     clear = false;
     next += lists.used;
   };

@@ -11,6 +11,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -98,6 +99,12 @@ struct DeviceToken {
   Miss miss;
 };
 
+// Called around the launch of blocks whose records have so many bytes; null: nothing is.
+struct LaunchHooks {
+  std::function<void(std::int64_t)> begin;
+  std::function<void()> end;
+};
+
 // Not safe for several threads.
 class DeviceLayers {
  public:
@@ -108,7 +115,8 @@ class DeviceLayers {
   // Computes a layer of the token: returns when all is launched. Returns the bytes of block records, or -1 if
   // the kernels do not serve it (the router chose an expert twice): then the layer has begun in the runner,
   // with its prefetches, and nothing has been launched. Throws as ExpertRunner and cuda::Error.
-  std::int64_t run(ExpertRunner* runner, std::int32_t layer, const DeviceExecutor::Interrupted& interrupted);
+  std::int64_t run(ExpertRunner* runner, std::int32_t layer, const DeviceExecutor::Interrupted& interrupted,
+                   const LaunchHooks& hooks = {});
 
  private:
   void begin(ExpertRunner* runner, std::int32_t layer);

@@ -85,14 +85,37 @@ def test_logits_are_those_of_layers_launched_from_python(
     with load(model, gpu, pages, system=system) as engine:
         found = decoded(engine)
         layers = engine.describe().expert_layers
+        clocks = engine.loaded.near.layer(0).pages.clocks
+        clocks.take()
+        clocks.expect_next()
+        natively.clear()
+        decoded(engine, TOKENS[:2])
+        assert natively == [*range(layers)] * 2
+        timed = clocks.take()
+        assert timed.layers == layers
+        assert timed.launches >= layers
+        assert timed.expert_bytes > 0
         assert engine.notices() == []
         assert engine.loaded.near.runner.check() == ""
         counters = engine.loaded.near.counters
-        assert counters.activations == 2 * layers * (len(PROMPT) + len(TOKENS))
+        assert counters.activations == 2 * layers * (2 * len(PROMPT) + len(TOKENS) + 2)
     assert torch.equal(found, expected)
-    # The first tokens are compared with passes, and build the kernels.
-    assert len(natively) >= layers * (len(TOKENS) - 4)
-    assert natively[:layers] == list(range(layers))
+
+
+def test_after_pages_were_given_back_the_others_are_used(
+    model: Path, gpu, built, natively: list[int]
+) -> None:
+    with load(model, gpu, 20) as engine:
+        expected = decoded(engine)
+    with load(model, gpu, 20) as engine:
+        near = engine.loaded.near
+        assert torch.equal(decoded(engine), expected)
+        near.shrink(0.5)
+        assert near.pages == 10
+        natively.clear()
+        assert torch.equal(decoded(engine), expected)
+        assert near.runner.check() == ""
+    assert natively
 
 
 @pytest.mark.parametrize(("miss", "pages"), [("both", 2), ("cpu", 9), ("compute", 9), ("seldom", 9)])
