@@ -18,6 +18,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.settings import OffloadOptions
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +136,40 @@ def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(model: Path, sys
                 assert error_of(engine.logits(PROMPT), expected) < 1e-4
                 list(engine.generate(PROMPT, max_new_tokens=8, temperature=0.0))
             assert engine.stats.shared_bytes > 0
+
+
+@pytest.mark.parametrize(("system", "pages"), [("moepic", 9), ("deepspeed", 9), ("on-demand", 20)])
+def test_layers_launched_by_native_code_give_what_python_launches(
+    model: Path, system: str, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
+    natively: list[int] = []
+    answer = LaunchedLayers.answer
+
+    def counted(self: LaunchedLayers, ordinal: int) -> None:
+        natively.append(ordinal)
+        answer(self, ordinal)
+
+    def logits() -> torch.Tensor:
+        options = OffloadOptions(pages=pages)
+        with moechat.load(model, device="cuda", ctx=64, system=system, offload=options) as engine:
+            list(engine.generate(PROMPT, max_new_tokens=12, temperature=0.0))
+            found, cache = engine.decoder.feed(PROMPT, engine.decoder.new_cache())
+            rows = [found.reshape(-1)]
+            for token in PROMPT:
+                found, cache = engine.decoder.feed([token], cache)
+                rows.append(found.reshape(-1))
+            assert engine.notices() == []
+            assert engine.loaded.near.runner.check() == ""
+            return torch.stack(rows).cpu()
+
+    monkeypatch.setattr(LaunchedLayers, "answer", counted)
+    found = logits()
+    assert natively
+    monkeypatch.setattr(LaunchedLayers, "of", lambda *_: None)
+    natively.clear()
+    assert torch.equal(found, logits())
+    assert not natively
 
 
 def test_the_budget_holds(model: Path) -> None:
