@@ -332,6 +332,17 @@ void fake_cuda_adopt(void* at, std::size_t bytes) {
   }
   all.device[begin] = bytes;
 }
+// Pinned memory of another library, such as torch: copies may read it, and it does not count.
+void fake_cuda_pin(void* at, std::size_t bytes) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.pinned[reinterpret_cast<std::uintptr_t>(at)] = bytes;
+}
+void fake_cuda_unpin(void* at) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.pinned.erase(reinterpret_cast<std::uintptr_t>(at));
+}
 void fake_cuda_disown(void* at) {
   World& all = world();
   const Lock lock(all.mutex);

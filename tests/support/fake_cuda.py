@@ -41,6 +41,8 @@ class FakeCuda:
         self._library.fake_cuda_get.restype = ctypes.c_double
         self._library.fake_cuda_adopt.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.fake_cuda_disown.argtypes = [ctypes.c_void_p]
+        self._library.fake_cuda_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._library.fake_cuda_unpin.argtypes = [ctypes.c_void_p]
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +62,13 @@ class FakeCuda:
 
     def disown(self, address: int) -> None:
         self._library.fake_cuda_disown(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Host memory that another library has pinned."""
+        self._library.fake_cuda_pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._library.fake_cuda_unpin(address)
 
     def pages(self, count: int, page_bytes: int) -> np.ndarray:
         """Memory of the GPU, uint8 [count, page_bytes], all 0xA5."""

@@ -131,7 +131,7 @@ class InterpretedGpu(Accelerator):
 
     def _pin(self, host: torch.Tensor) -> torch.Tensor:
         """It stays registered, and so it is kept."""
-        _native.cuda_pin(host.view(-1).view(torch.uint8).numpy())
+        self.cuda.pin(host.data_ptr(), host.nbytes)
         self._pinned.append(host)
         return host
 
@@ -160,6 +160,6 @@ class InterpretedGpu(Accelerator):
         self._stream.synchronize()
         self._stream.close()
         for host in self._pinned:
-            _native.cuda_unpin(host.view(-1).view(torch.uint8).numpy())
+            self.cuda.unpin(host.data_ptr())
         for there in (*self._pages, *self._lists):
             self.cuda.disown(there.data_ptr())
