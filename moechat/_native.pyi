@@ -849,7 +849,7 @@ class PreparedLaunch:
         grid: Blocks in each direction.
         values: As :meth:`CudaKernel.__call__`. In place of what is known at the launch, its name: ``clear``,
             or a list of ``native/src/offload/device_lists.h``: ``row_item``, ``item_token``, ``item_weight``,
-            ``token_item``, ``entry_page``, ``entry_row``, ``entry_slot``, ``row_entry``, ``row_block``.
+            ``token_item``, ``entry_page``, ``entry_slot``, ``row_entry``, ``row_block``.
 
     Raises:
         ValueError: A name is not known, or a value does not fit its parameter.
@@ -929,7 +929,7 @@ class DeviceLayers:
         """How the experts of the next layers are loaded.
 
         Args:
-            stream: Handle (CUstream) of what the layers are part of.
+            stream: Handle (CUstream) in which everything is launched.
             predicted: Layers ahead whose scores are used.
             experts: Of a layer that are prefetched at most.
             max_bytes: Of a layer that are prefetched at most; ``None``: no limit.

@@ -31,7 +31,7 @@ def remove_shards(ref: ModelRef, paths: Paths) -> None:
     """
     models = paths.models
     names = {item.path.stem for item in find_leftovers(ref.name, paths) if item.path.parent == models}
-    # Of a lock alone nobody sees that it is left.
+    # A lock without a directory beside it is no leftover for the list.
     names |= {lock.stem for lock in models.glob(f".{escape(ref.slug)}-*.lock")}
     for finished in (models / name.removeprefix(".") for name in names):
         if finished.is_dir():

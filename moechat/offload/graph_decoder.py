@@ -183,6 +183,7 @@ class GraphDecoder:
         run_ahead: Where the GPU looks up the experts, see :mod:`moechat.offload.run_ahead`: ``None``: where
             every block has a page; ``True``: also where one may be missing; ``False``: nowhere.
         steps: Modules of the model that recordings compute in one launch each.
+        launched: Launches the expert layers of replayed tokens.
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
@@ -199,6 +200,7 @@ class GraphDecoder:
         notify: Callable[[str], None],
         run_ahead: bool | None = None,
         steps: FusedSteps | None = None,
+        launched: type[LaunchedLayers] = LaunchedLayers,
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -216,6 +218,7 @@ class GraphDecoder:
         self._token = self._numbers = torch.empty(0)
         self._wanted_ahead = run_ahead
         self._steps = FusedSteps() if steps is None else steps
+        self._launched_layers = launched
         self._why_left = ""
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
@@ -470,7 +473,7 @@ class GraphDecoder:
         """The layers of the next token for native code; ``None``: Python launches them."""
         launched = recording.launched
         if launched is None or not launched.serves():
-            launched = LaunchedLayers.of(experts, recording.requests, recording.sums)
+            launched = self._launched_layers.of(experts, recording.requests, recording.sums)
             recording.launched = launched
         return launched if launched is not None and launched.begin_token() else None
 

@@ -43,7 +43,6 @@ class LaunchedLayers:
         self._tier, self._pages = layers[0].tier, layers[0].pages
         self._runner = self._tier.runner
         self._picks = requests[0].chosen
-        self._far_there = far_there
         pages = self._pages
         lists = pages.lists.of_one_token(self._picks)
         self._packed = [_landed(request) for request in requests]
@@ -99,13 +98,8 @@ class LaunchedLayers:
             return False
         self._native.begin_token(
             self._pages.accelerator.stream(),
-            predicted=settings.predicted_layers,
-            experts=tier.prefetch_experts,
-            max_bytes=settings.prefetch_bytes,
-            ahead=settings.ahead,
-            lookahead=settings.lookahead,
-            stream_tokens=tier.stream_tokens,
             miss=self._pages.miss(settings, 1),
+            **tier.loading_rules(),
         )
         return True
 

@@ -263,7 +263,6 @@ class RunAhead:
     def _account(self, first: int, count: int) -> None:
         """Decide and count as if the host had launched these layers, whose reports are there."""
         tier = self._tier
-        settings = tier.settings
         shared = self._requests[first].inputs
         tier.counters.bytes_read += self._runner.account(
             self._seen,
@@ -271,13 +270,8 @@ class RunAhead:
             count,
             self._picks,
             self._places,
-            predicted=settings.predicted_layers,
-            experts=tier.prefetch_experts,
-            max_bytes=settings.prefetch_bytes,
-            ahead=settings.ahead,
-            lookahead=settings.lookahead,
-            stream_tokens=tier.stream_tokens,
-            miss=self._pages.miss(settings, 1) if shared else "fetch",
+            miss=self._pages.miss(tier.settings, 1) if shared else "fetch",
+            **tier.loading_rules(),
         )
         tier.counters.activations += self._picks * count
 

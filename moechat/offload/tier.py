@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,17 @@ from moechat.store.store import Store
 # Bytes that a tier that is filled gives to the link at a time: between two of them the link is idle for less
 # than a thousandth of the time.
 _FILL_BYTES = 256 << 20
+
+
+class LoadingRules(TypedDict):
+    """As :meth:`moechat._native.DeviceLayers.begin_token` takes them."""
+
+    predicted: int
+    experts: int
+    max_bytes: int | None
+    ahead: str
+    lookahead: int
+    stream_tokens: int
 
 
 @dataclass(frozen=True)
@@ -508,6 +519,18 @@ class ExpertTier:
     def drain(self) -> None:
         """Wait until nothing is queued or in flight."""
         self.runner.drain()
+
+    def loading_rules(self) -> LoadingRules:
+        """How native code loads the experts of decoded tokens."""
+        settings = self.settings
+        return {
+            "predicted": settings.predicted_layers,
+            "experts": self.prefetch_experts,
+            "max_bytes": settings.prefetch_bytes,
+            "ahead": settings.ahead,
+            "lookahead": settings.lookahead,
+            "stream_tokens": self.stream_tokens,
+        }
 
     def detach(self) -> Placement:
         """Close all but the placement, which another tier may use; the caller closes it."""

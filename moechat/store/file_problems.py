@@ -52,11 +52,11 @@ def failures_explained(store: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        named = isinstance(problem.filename, str)
-        if (failure := _refused(problem)) is None:
+        if not _is_refusal(problem):
             raise
+        named = isinstance(problem.filename, str)
         path = Path(problem.filename) if named else store
-        raise file_problem(path, failure, StoreDamagedError, "read") from problem
+        raise file_problem(path, problem, StoreDamagedError, "read") from problem
     except MemoryError as problem:
         raise DoesNotFitError(f"the memory ran out while {store} was loaded", hint=_MEMORY_HINT) from problem
     except RuntimeError as problem:
@@ -67,16 +67,15 @@ def failures_explained(store: Path) -> Iterator[None]:
             hint="allow more memory and processes (ulimit -v, ulimit -u), or close other programs",
         ) from problem
     except Exception as problem:
-        if (failure := _refused(_of_rust(problem))) is None:
+        failure = _of_rust(problem)
+        if failure is None or not _is_refusal(failure):
             raise
         raise file_problem(store, failure, StoreDamagedError, "read") from problem
 
 
-def _refused(problem: OSError | None) -> OSError | None:
-    """A failure of the system or of the disk; ``None`` for any other."""
-    if problem is None or not (lacks_resources(problem) or problem.errno in _DISK_FAILED):
-        return None
-    return problem
+def _is_refusal(problem: OSError) -> bool:
+    """Whether the system or the disk failed, and not the request."""
+    return lacks_resources(problem) or problem.errno in _DISK_FAILED
 
 
 def _of_rust(problem: Exception) -> OSError | None:

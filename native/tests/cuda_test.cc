@@ -345,10 +345,9 @@ void lookups_run_ahead_of_the_host(Random& random) {
   };
   constexpr std::int64_t kPicks = 2;
   const std::int64_t stride = 2 * kPicks + experts;
-  std::vector<std::int32_t> place;
+  std::vector<Prediction> place;
   for (std::int32_t layer = 0; layer < layers; ++layer) {
-    place.push_back(1);
-    place.push_back((layer + 1) % layers);
+    place.push_back({1, (layer + 1) % layers});
   }
   // As a rule experts that are there now: they may be gone when they are read.
   const auto draw = [&](std::vector<std::int32_t>* report, std::int32_t layer) {
@@ -442,10 +441,7 @@ void lookups_run_ahead_of_the_host(Random& random) {
                                                    kPicks,
                                                    place.data(),
                                                    1,
-                                                   1,
-                                                   experts,
-                                                   between(random, 1, 6),
-                                                   {},
+                                                   {1, experts, between(random, 1, 6), {}},
                                                    Miss::kFetch});
         EXPECT(bytes == kPicks * blocks * page);
         operations += kPicks * blocks;

@@ -29,7 +29,6 @@ from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.skeleton import EXPERTS_RUNNER
-from moechat.offload import graph_decoder
 from moechat.offload.gpu import GpuPlacement
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.launched_layers import LaunchedLayers
@@ -92,9 +91,6 @@ class TimedLayers(LaunchedLayers):
         assert landed is not None
         self._packed[ordinal][:] = self._pages.accelerator.arrived(landed)[: len(self._packed[ordinal])]
         super().answer(ordinal)
-
-
-graph_decoder.LaunchedLayers = TimedLayers  # type: ignore[misc]
 
 
 class AttentionCache:
@@ -260,6 +256,7 @@ class TimedEngine:
             clocks=pages.clocks,
             notify=self.notices.append,
             run_ahead=run_ahead,
+            launched=TimedLayers,
         )
         self._cache = AttentionCache([ReservedLayer(1024) for _ in range(layers)])
         self._decoder.memory.lend(self._cache)

@@ -1,4 +1,4 @@
-"""Tokenizer, templates and settings of a checkpoint: what is read of them is what ends up in the store."""
+"""Tokenizer, templates and settings are copied into a store as they are on the disk, or not at all."""
 
 from __future__ import annotations
 

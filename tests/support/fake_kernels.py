@@ -60,8 +60,8 @@ def compiled(fake: FakeKernel, signature: dict[str, str], **metadata: Any) -> An
 class BuiltKernel:
     """A kernel of the interpreter that is launched like one that Triton has built.
 
-    The first launch of a build goes through Triton, and returns the build; what the driver is given later is
-    computed from the addresses and numbers that arrive there.
+    The first launch computes, and returns a build, as Triton does. Later launches of that build come through
+    the fake driver, with addresses and numbers only; they compute too.
 
     Args:
         kernel: Of the interpreter.

@@ -1,5 +1,6 @@
-"""Norms, rotary embedding, the choice of experts and what the host is told of it, in one launch each: for
-decoded tokens on a GPU.
+"""Small steps of a decoded token on a GPU, one launch each.
+
+Norms, rotary embedding, the choice of experts, and the request that the host reads.
 """
 
 from __future__ import annotations
@@ -290,8 +291,8 @@ def launches(
         "weights": _NAMES[rule.weights_dtype],
         "index": "*i64",
     }
-    made = torch.empty(0)  # what it holds is not looked at
-    ranks = Ranks(made, made, rule.scoring == "sigmoid", made if rule.correction is not None else None)
+    some = torch.empty(0)  # it matters only whether there is one
+    ranks = Ranks(some, some, rule.scoring == "sigmoid", None if rule.correction is None else some)
     told = {
         "index": "*i64",
         "weights": _NAMES[rule.weights_dtype],

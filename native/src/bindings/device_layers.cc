@@ -7,7 +7,6 @@
 
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -60,13 +59,10 @@ class LayersObject {
   void begin_token(std::uintptr_t stream, std::int32_t predicted, std::int32_t experts,
                    std::optional<std::int64_t> max_bytes, const std::string& ahead, std::int32_t lookahead,
                    std::int64_t stream_tokens, const std::string& miss) {
-    const std::int64_t page_bytes = options().layout.record_bytes;
-    layers_.begin_token({reinterpret_cast<void*>(stream),
-                         predicted,
-                         experts,
-                         max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max(),
-                         {ahead_of(ahead), lookahead, stream_tokens},
-                         miss_of(miss)});
+    layers_.begin_token(
+        {reinterpret_cast<void*>(stream),
+         prefetching(options(), predicted, experts, max_bytes, ahead, lookahead, stream_tokens),
+         miss_of(miss)});
   }
 
   // clocks: has begin_launch(bytes) and end_launch(), or None.

@@ -315,19 +315,17 @@ std::int64_t account_py(const RunnerObject& self, const py::array& reports, std:
     refuse("a report of " + std::to_string(stride) + " words has no room for " + std::to_string(picks) +
            " picks and " + std::to_string(scored) + " places");
   }
-  const std::int64_t page_bytes = options.layout.record_bytes;
+  static_assert(sizeof(Prediction) == 2 * sizeof(std::int32_t));
   const ComputedPass pass{
       first,
       count,
       checked<std::int32_t>("reports", reports, {options.layers, stride}),
       stride,
       picks,
-      checked<std::int32_t>("places", places, {options.layers, scored, 2}),
+      reinterpret_cast<const Prediction*>(
+          checked<std::int32_t>("places", places, {options.layers, scored, 2})),
       scored,
-      predicted,
-      experts,
-      max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max(),
-      {ahead_of(ahead), lookahead, stream_tokens},
+      prefetching(options, predicted, experts, max_bytes, ahead, lookahead, stream_tokens),
       miss_of(miss),
   };
   return self.call([&](ExpertRunner& runner) { return runner.account(pass); });

@@ -1,6 +1,7 @@
 #include "bindings/runner_object.h"
 
 #include <cstddef>
+#include <limits>
 #include <utility>
 
 #include "bindings/arrays.h"
@@ -46,6 +47,16 @@ std::vector<const unsigned char*> expert_records(const std::vector<py::array>& f
 }
 
 }  // namespace
+
+Prefetching prefetching(const RunnerOptions& options, std::int32_t predicted, std::int32_t experts,
+                        std::optional<std::int64_t> max_bytes, const std::string& ahead,
+                        std::int32_t lookahead, std::int64_t stream_tokens) {
+  const std::int64_t page_bytes = options.layout.record_bytes;
+  return {predicted,
+          experts,
+          max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max(),
+          {ahead_of(ahead), lookahead, stream_tokens}};
+}
 
 RunnerObject::RunnerObject(const BlockLayout& layout, const GateSpec& gate, std::int32_t layers,
                            std::int32_t experts, std::int64_t pages, const py::array& targets,

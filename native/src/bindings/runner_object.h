@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,6 +35,11 @@ struct RunnerParts {
   std::vector<py::object> alive;
   std::unique_ptr<ExpertRunner> runner;
 };
+
+// Arguments of account and begin_token; see moechat/_native.pyi. Throws std::invalid_argument.
+Prefetching prefetching(const RunnerOptions& options, std::int32_t predicted, std::int32_t experts,
+                        std::optional<std::int64_t> max_bytes, const std::string& ahead,
+                        std::int32_t lookahead, std::int64_t stream_tokens);
 
 // Calls that run in other threads during close() hold references to the parts.
 class RunnerObject {

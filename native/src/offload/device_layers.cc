@@ -8,15 +8,12 @@
 namespace moechat {
 namespace {
 
-constexpr std::array<const char*, kBlanks> kNames{"row_item",   "item_token", "item_weight", "token_item",
-                                                  "entry_page", "entry_row",  "entry_slot",  "row_entry",
-                                                  "row_block",  "clear"};
+constexpr std::array<const char*, kBlanks> kNames{"row_item",   "item_token", "item_weight",
+                                                  "token_item", "entry_page", "entry_slot",
+                                                  "row_entry",  "row_block",  "clear"};
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 std::size_t place(Blank blank) { return static_cast<std::size_t>(blank); }
-
-// As device_lists.h lays the lists out: `count` elements, and then the next list.
-std::int64_t after(std::int64_t begin, std::int64_t count) { return begin + (count + 3) / 4 * 4; }
 
 }  // namespace
 
@@ -72,26 +69,8 @@ void DeviceLayers::begin(ExpertRunner* runner, std::int32_t ordinal) {
   miss_ = layer.inputs ? token_.miss : Miss::kFetch;
   runner->begin(ordinal, picks_.data(), weights, 1, memory_.picks, miss_);
 
-  const RunnerOptions& options = runner->options();
-  const Ahead ahead = token_.speculation.ahead;
-  distances_.clear();
-  if (ahead == Ahead::kAdaptive) {
-    for (const Prediction& wanted : runner->adaptive_layers()) distances_.push_back(wanted.ahead);
-  } else {
-    for (std::int32_t distance = 1; distance <= token_.predicted; ++distance) distances_.push_back(distance);
-  }
-  const auto* scores = reinterpret_cast<const float*>(packed + 2 * memory_.picks);
-  for (const Prediction& place : layer.places) {
-    if (std::find(distances_.begin(), distances_.end(), place.ahead) != distances_.end()) {
-      runner->prefetch(place.layer, scores, token_.experts, token_.max_blocks,
-                       place.ahead > 1 ? Priority::kLater : Priority::kNext);
-    }
-    scores += options.experts;
-  }
-  const std::int32_t whole = plan_speculation(token_.speculation, ordinal, options.layers, 1).whole;
-  if (whole >= 0) {
-    runner->prefetch(whole, nullptr, options.experts, token_.max_blocks, Priority::kNext);
-  }
+  runner->prefetch_places(ordinal, token_.prefetching, layer.places.data(),
+                          static_cast<std::int64_t>(layer.places.size()), weights + memory_.picks);
 }
 
 void DeviceLayers::copy_lists(std::int64_t end) {
@@ -125,11 +104,10 @@ std::int64_t DeviceLayers::run(ExpertRunner* runner, std::int32_t ordinal,
     filled[place(blank)].pointer = memory_.lists_there + at(begin) * sizeof(std::int32_t);
   };
   const std::int64_t rows = items.rows;
-  std::int64_t begin = 0;
-  put(Blank::kRowItem, begin);
-  put(Blank::kItemToken, begin = after(begin, rows + 1));
-  put(Blank::kItemWeight, begin = after(begin, items.items));
-  put(Blank::kTokenItem, begin = after(begin, items.items));
+  put(Blank::kRowItem, 0);
+  put(Blank::kItemToken, items.token);
+  put(Blank::kItemWeight, items.weight);
+  put(Blank::kTokenItem, items.table);
 
   const std::int64_t first = items.used;
   std::int64_t next = first;
@@ -143,12 +121,10 @@ std::int64_t DeviceLayers::run(ExpertRunner* runner, std::int32_t ordinal,
     const BlockLists lists =
         write_blocks(blocks, *blocks.items, memory_.lists + next, memory_.capacity - next);
     copy_lists(next + lists.used);
-    std::int64_t list = next;
-    put(Blank::kEntryPage, list);
-    put(Blank::kEntryRow, list = after(list, blocks.entries));
-    put(Blank::kEntrySlot, list = after(list, blocks.entries));
-    put(Blank::kRowEntry, list = after(list, blocks.entries));
-    put(Blank::kRowBlock, after(list, rows + 1));
+    put(Blank::kEntryPage, next);
+    put(Blank::kEntrySlot, next + lists.slot);
+    put(Blank::kRowEntry, next + lists.row_entry);
+    put(Blank::kRowBlock, next + lists.row_block);
     filled[place(Blank::kClear)].integer = clear ? 1 : 0;
     if (hooks.begin) hooks.begin(blocks.entries * runner->options().layout.record_bytes);
     layer.blocks.launch(token_.stream, filled);

@@ -33,13 +33,12 @@ enum class Blank : std::uint8_t {
   kItemWeight,
   kTokenItem,
   kEntryPage,
-  kEntryRow,
   kEntrySlot,
   kRowEntry,
   kRowBlock,
   kClear
 };
-constexpr std::size_t kBlanks = 10;
+constexpr std::size_t kBlanks = 9;
 // By its name in Python, such as "row_item". Throws std::invalid_argument.
 Blank blank_of(const std::string& name);
 
@@ -92,10 +91,7 @@ struct DeviceMemory {
 // How the experts of a token are loaded.
 struct DeviceToken {
   cuda::Stream stream;
-  std::int32_t predicted;  // layers ahead that are predicted
-  std::int32_t experts;    // of a layer that are prefetched at most
-  std::int64_t max_blocks;
-  Speculation speculation;
+  Prefetching prefetching;
   Miss miss;
 };
 
@@ -129,7 +125,6 @@ class DeviceLayers {
   std::int64_t copied_ = 0;
   Miss miss_ = Miss::kFetch;  // of the layer at work
   std::vector<std::int64_t> picks_;
-  std::vector<std::int32_t> distances_;  // of the predictions that an adaptive step wants
 };
 
 }  // namespace moechat

@@ -38,12 +38,18 @@ std::int64_t block_list_size(std::int64_t rows, std::int64_t entries) {
 ItemLists write_items(const Grouped& rows, std::int64_t tokens, std::int32_t* out, std::int64_t capacity) {
   static thread_local std::vector<std::int32_t> counts;
   counts.assign(at(tokens), 0);
-  ItemLists lists{0, rows.rows(), rows.items(), 1, 0};
+  ItemLists lists{};
+  lists.rows = rows.rows();
+  lists.items = rows.items();
+  lists.picks = 1;
   for (const std::int32_t token : rows.token) lists.picks = std::max(lists.picks, ++counts[at(token)]);
   for (const std::int32_t items : rows.tokens_of) lists.most = std::max(lists.most, items);
   const std::int64_t items = lists.items;
   const std::int64_t table = tokens * lists.picks;
-  lists.used = rounded(lists.rows + 1) + 2 * rounded(items) + rounded(table);
+  lists.token = rounded(lists.rows + 1);
+  lists.weight = lists.token + rounded(items);
+  lists.table = lists.weight + rounded(items);
+  lists.used = lists.table + rounded(table);
   check_room(lists.used, capacity);
   out = put(rows.start.data(), lists.rows + 1, out);
   out = put(rows.token.data(), items, out);
@@ -60,11 +66,15 @@ ItemLists write_items(const Grouped& rows, std::int64_t tokens, std::int32_t* ou
 BlockLists write_blocks(const DeviceLaunch& launch, const Grouped& rows, std::int32_t* out,
                         std::int64_t capacity) {
   const std::int64_t entries = launch.entries;
-  BlockLists lists{block_list_size(launch.rows, entries), 0};
+  BlockLists lists{};
+  lists.used = block_list_size(launch.rows, entries);
+  lists.slot = 2 * rounded(entries);
+  lists.row_entry = lists.slot + rounded(entries);
+  lists.row_block = lists.row_entry + rounded(launch.rows + 1);
   check_room(lists.used, capacity);
   static_assert(sizeof(PageId) == sizeof(std::int32_t));
   std::int32_t* const row = put(launch.page, entries, out);
-  std::int32_t* const slot = row + rounded(entries);
+  std::int32_t* const slot = out + lists.slot;
   for (std::int64_t r = 0; r < launch.rows; ++r) {
     for (std::int32_t entry = launch.row_entry[r]; entry < launch.row_entry[r + 1]; ++entry) {
       row[entry] = static_cast<std::int32_t>(r);
@@ -76,9 +86,8 @@ BlockLists write_blocks(const DeviceLaunch& launch, const Grouped& rows, std::in
       }
     }
   }
-  out = slot + rounded(entries);
-  out = put(launch.row_entry, launch.rows + 1, out);
-  put(launch.row_block, launch.rows, out);
+  put(launch.row_entry, launch.rows + 1, out + lists.row_entry);
+  put(launch.row_block, launch.rows, out + lists.row_block);
   return lists;
 }
 

@@ -24,8 +24,9 @@ struct ItemLists {
   std::int64_t used;  // elements, a multiple of 4
   std::int32_t rows;
   std::int32_t items;
-  std::int32_t picks;  // most items of a token, at least 1
-  std::int32_t most;   // items of a row
+  std::int32_t picks;                 // most items of a token, at least 1
+  std::int32_t most;                  // items of a row
+  std::int64_t token, weight, table;  // where the lists behind the first one begin
 };
 
 // Elements that the lists of one launch take.
@@ -37,6 +38,7 @@ ItemLists write_items(const Grouped& rows, std::int64_t tokens, std::int32_t* ou
 struct BlockLists {
   std::int64_t used;
   std::int64_t slots;
+  std::int64_t slot, row_entry, row_block;  // likewise
 };
 // Also throws when there are more slots than int32 counts.
 BlockLists write_blocks(const DeviceLaunch& launch, const Grouped& rows, std::int32_t* out,

@@ -191,6 +191,33 @@ std::int64_t ExpertRunner::prefetch_layer(std::int32_t layer, const float* score
   return schedule_.prefetch(layer, ranked_.data(), best, max_blocks, priority);
 }
 
+void ExpertRunner::prefetch_places(std::int32_t layer, const Prefetching& rules, const Prediction* place,
+                                   std::int64_t places, const float* scores) {
+  const ApiLock lock(this);
+  const Stopwatch watch(&begin_seconds_);
+  fetch_places(layer, rules, place, places, scores);
+}
+
+void ExpertRunner::fetch_places(std::int32_t layer, const Prefetching& rules, const Prediction* place,
+                                std::int64_t places, const float* scores) {
+  const bool adaptive = rules.speculation.ahead == Ahead::kAdaptive;
+  const std::vector<Prediction> wanted = adaptive ? schedule_.adaptive_layers() : std::vector<Prediction>{};
+  const auto predicted = [&](std::int32_t distance) {
+    if (!adaptive) return distance >= 1 && distance <= rules.predicted;
+    return std::any_of(wanted.begin(), wanted.end(),
+                       [&](const Prediction& one) { return one.ahead == distance; });
+  };
+  for (std::int64_t number = 0; number < places; ++number) {
+    const Prediction& one = place[number];
+    if (!predicted(one.ahead)) continue;
+    schedule_.check_layer(one.layer);
+    prefetch_layer(one.layer, scores + number * options_.experts, rules.experts, rules.max_blocks,
+                   one.ahead > 1 ? Priority::kLater : Priority::kNext);
+  }
+  const std::int32_t whole = plan_speculation(rules.speculation, layer, options_.layers, 1).whole;
+  if (whole >= 0) prefetch_layer(whole, nullptr, options_.experts, rules.max_blocks, Priority::kNext);
+}
+
 std::int64_t ExpertRunner::prefetch_ahead(const std::vector<AheadExpert>& experts, std::int64_t max_blocks,
                                           bool stays) {
   const ApiLock lock(this);

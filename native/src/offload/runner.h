@@ -46,6 +46,14 @@ struct RunnerOptions : ScheduleOptions, LayerForms {
   std::vector<const unsigned char*> far_records;
 };
 
+// How experts of later layers are fetched ahead of a decoded token.
+struct Prefetching {
+  std::int32_t predicted;  // layers ahead whose scores are used
+  std::int32_t experts;    // of a layer, at most
+  std::int64_t max_blocks;
+  Speculation speculation;  // for whole layers
+};
+
 // Layers of a pass of one token that a device computed from the page table.
 struct ComputedPass {
   std::int64_t first;
@@ -55,14 +63,10 @@ struct ComputedPass {
   const std::int32_t* reports;
   std::int64_t stride;
   std::int64_t picks;
-  // [layers, places, 2] distance and number of the layers that scores are for; distance 0: none.
-  const std::int32_t* place;
+  // [layers, places]: what the scores are for; distance 0: nothing.
+  const Prediction* place;
   std::int64_t places;
-  // As in prefetch: places up to `predicted` layers ahead.
-  std::int32_t predicted;
-  std::int32_t experts;
-  std::int64_t max_blocks;
-  Speculation speculation;  // for whole layers
+  Prefetching prefetching;
   Miss miss;
 };
 
@@ -86,6 +90,10 @@ class ExpertRunner {
   // not a number last, the lower index first). scores null: ascending order, the whole layer.
   std::int64_t prefetch(std::int32_t layer, const float* scores, std::int32_t experts,
                         std::int64_t max_blocks, Priority priority);
+  // Of the begun layer of a decoded token. place, scores [places] and [places, experts]: those that are
+  // predicted are fetched; distance 0: none.
+  void prefetch_places(std::int32_t layer, const Prefetching& rules, const Prediction* place,
+                       std::int64_t places, const float* scores);
   // As LayerSchedule.
   std::int64_t prefetch_ahead(const std::vector<AheadExpert>& experts, std::int64_t max_blocks, bool stays);
   std::vector<Prediction> adaptive_layers();
@@ -196,11 +204,13 @@ class ExpertRunner {
     double share;
     double tokens;  // that it stands for
   };
-  // Those of begin and prefetch, with the lock held.
+  // Those of begin, prefetch and prefetch_places, with the lock held.
   void begin_layer(std::int32_t layer, const std::int64_t* index, const float* weight, std::int64_t tokens,
                    std::int64_t k, Miss miss);
   std::int64_t prefetch_layer(std::int32_t layer, const float* scores, std::int32_t experts,
                               std::int64_t max_blocks, Priority priority);
+  void fetch_places(std::int32_t layer, const Prefetching& rules, const Prediction* place,
+                    std::int64_t places, const float* scores);
   void account_layer(const ComputedPass& pass, std::int32_t layer);
   PageTable& table() const;
   void check_begun() const;

@@ -86,18 +86,8 @@ void ExpertRunner::account_layer(const ComputedPass& pass, std::int32_t layer) {
                           ? pass.miss
                           : Miss::kFetch;
     begin_layer(layer, picks_.data(), weights_.data(), 1, pass.picks, miss);
-    const float* scores = reinterpret_cast<const float*>(report + 2 * pass.picks);
-    for (std::int64_t place = 0; place < pass.places; ++place, scores += options_.experts) {
-      const std::int32_t* const one = pass.place + 2 * (layer * pass.places + place);
-      if (one[0] < 1 || one[0] > pass.predicted) continue;
-      schedule_.check_layer(one[1]);
-      prefetch_layer(one[1], scores, pass.experts, pass.max_blocks,
-                     one[0] > 1 ? Priority::kLater : Priority::kNext);
-    }
-    const std::int32_t whole = plan_speculation(pass.speculation, layer, options_.layers, 1).whole;
-    if (whole >= 0) {
-      prefetch_layer(whole, nullptr, options_.experts, pass.max_blocks, Priority::kNext);
-    }
+    fetch_places(layer, pass.prefetching, pass.place + layer * pass.places, pass.places,
+                 reinterpret_cast<const float*>(report + 2 * pass.picks));
   }
   computed_.start(schedule_.rows().rows());
   schedule_.finish(&computed_);
