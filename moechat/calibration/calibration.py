@@ -15,12 +15,14 @@ from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
 from moechat.geometry import KEEP, ExpertGeometry
 from moechat.models.assets import load_tokenizer
 from moechat.models.one_pass import OnePass
+from moechat.models.skeleton import config_from
 from moechat.models.threads import torch_threads
 from moechat.offload.experts import ExpertCounters, ExpertLayer
 from moechat.store.calibrated import ConvertLayer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.side_files import has_tokenizer
+from moechat.store.verified_inputs import compared_inputs
 
 Notice = Callable[[str], None]
 
@@ -56,8 +58,10 @@ class TextCalibration:
 
         keys = [key for layer in self.plan.read_before for key in layer]
         try:
-            one_pass = OnePass(self.checkpoint.path)
-            ids = calibration_ids(load_tokenizer(self.checkpoint.path), one_pass.vocabulary)
+            source = self.checkpoint.path
+            one_pass = OnePass(config_from(self.checkpoint.config, source))
+            with compared_inputs(source) as directory:
+                ids = calibration_ids(load_tokenizer(directory, named=source), one_pass.vocabulary)
             # Rounding can depend on the number of threads, which callers choose.
             with torch_threads(_native.available_cores()):
                 one_pass.run(self.checkpoint.tensors, keys, ids, experts)

@@ -23,7 +23,7 @@ from moechat.models.expert_tensors import named_experts, plan_named_layer
 from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
 from moechat.models.read_order import first_reads
-from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, experts_geometry, load_config
+from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, config_from, experts_geometry
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 from moechat.store.kept import kept_encodings
@@ -127,7 +127,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         UnsupportedModelError: moechat cannot run the model; the message gives the reason.
         CheckpointError: Tensors are missing, or their shapes differ from the configuration's.
     """
-    config = load_config(checkpoint.path)
+    config = config_from(checkpoint.config, checkpoint.path)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(depth, int) and depth > len(checkpoint.keys()):
         raise CheckpointError(f"{checkpoint.title} has {len(checkpoint.keys())} tensors for {depth} layers")

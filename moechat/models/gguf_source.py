@@ -20,7 +20,7 @@ from moechat.models.gguf_metadata import VOCABULARY
 from moechat.models.gguf_tokenizer import byte_level_tokenizer
 from moechat.models.quiet import without_warnings
 from moechat.store.checkpoint import Checkpoint
-from moechat.store.checkpoint_files import read_config, tensor_set
+from moechat.store.checkpoint_files import config_bytes, tensor_set
 from moechat.store.files import called
 from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, require_decodable
 from moechat.store.gguf_header import GgufHeader
@@ -47,7 +47,7 @@ class GgufCheckpoint(Checkpoint):
             tensors: Tensors by checkpoint name.
         """
         self._files = tuple(files)
-        super().__init__(directory, read_config(directory), tensors)
+        super().__init__(directory, config_bytes(directory), tensors)
         self.title = title
 
     def _current_fingerprint(self) -> str:

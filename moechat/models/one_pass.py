@@ -7,7 +7,7 @@ experts of the last layer, so the head is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from moechat.models.checkpoint_mapping import Target, combine, map_keys
 from moechat.models.dense import TensorSource, assign_weight, initialise_rest, read_tensor
 from moechat.models.light_meta import light_meta
 from moechat.models.quiet import without_warnings
-from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.models.skeleton import Skeleton, build_skeleton
 
 # Computes the experts of a layer: its ordinal, hidden states [tokens, hidden] in float32, top-k indices and
 # weights [tokens, k]; returns [tokens, hidden].
@@ -35,14 +35,14 @@ class OnePass:
         skeleton: The model; its dense weights are on the meta device unless its pass uses them.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Build the model of a checkpoint's ``config.json``; no weight is read.
+    def __init__(self, config: Any) -> None:
+        """Build the model of a transformers configuration; no weight is read.
 
         Raises:
             UnsupportedModelError: The installed transformers cannot build it.
         """
         with without_warnings():
-            self.skeleton: Skeleton = build_skeleton(load_config(directory), torch.float32)
+            self.skeleton: Skeleton = build_skeleton(config, torch.float32)
         self._of_layer: list[str] = []  # weights of the layer in memory
 
     @property

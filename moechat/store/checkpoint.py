@@ -12,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
-from moechat.store.config_limits import require_layers_in
+from moechat.store.checkpoint_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    config_bytes,
+    config_of,
+    open_tensors,
+    read_limited,
+)
+from moechat.store.config_limits import MAX_CONFIG_BYTES, require_layers_in
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
 from moechat.store.quantised.schemes import plain_view, source_format
 from moechat.store.quantised.weights import PackedTensors
@@ -37,14 +44,17 @@ class Checkpoint:
         source_format: The format of its quantised weights, for people; ``None`` if it states none.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], tensors: TensorSet) -> None:
-        """Use :meth:`open`."""
+    # Invariant: config, and so every decision that is made from it, is what _config_bytes say, and a finished
+    # conversion has read the same bytes again.
+    def __init__(self, path: Path, config: bytes, tensors: TensorSet) -> None:
+        """Use :meth:`open`; ``config`` is the content of ``config.json``."""
         self.path = path
         self.title = str(path)
-        self.config = config
-        require_layers_in(config, len(tensors), str(path / CONFIG_FILE))
-        self.tensors = plain_view(tensors, config, path)
-        self.source_format = source_format(config, path)
+        self._config_bytes = config
+        self.config = config_of(path / CONFIG_FILE, config)
+        require_layers_in(self.config, len(tensors), str(path / CONFIG_FILE))
+        self.tensors = plain_view(tensors, self.config, path)
+        self.source_format = source_format(self.config, path)
         self._fingerprint = self._current_fingerprint()
 
     @classmethod
@@ -61,7 +71,7 @@ class Checkpoint:
         if not directory.is_dir():
             raise ModelNotFoundError(f"{directory} is not a directory")
         require_safe(directory)
-        return cls(directory, read_config(directory), open_tensors(directory))
+        return cls(directory, config_bytes(directory), open_tensors(directory))
 
     def keys(self) -> KeysView[str]:
         """Names of all tensors."""
@@ -237,13 +247,15 @@ class Checkpoint:
         return hashlib.sha256(f"{_KEPT_VERSION} {self._fingerprint}".encode()).hexdigest()
 
     def require_unchanged(self) -> None:
-        """Check that the files on disk are still those that were opened.
+        """Check that the files on disk are still those that were opened, and that the configuration reads the
+        same again.
 
         Raises:
             CheckpointError: One was replaced, altered or removed, or see :meth:`require_readable`.
         """
         self.require_readable()
-        if self._current_fingerprint() != self._fingerprint:
+        config = read_limited(self.path / CONFIG_FILE, MAX_CONFIG_BYTES)
+        if config != self._config_bytes or self._current_fingerprint() != self._fingerprint:
             raise CheckpointError(
                 f"{self.title} has changed since it was opened", hint="run the command again"
             )
@@ -275,7 +287,7 @@ class Checkpoint:
             for name in sorted(files):
                 status = files[name].stat()
                 digest.update(json.dumps([name, status.st_size, status.st_mtime_ns]).encode())
-            digest.update(files[CONFIG_FILE].read_bytes())
+            digest.update(self._config_bytes)
         except OSError as problem:
             raise CheckpointError(
                 f"{self.path} has changed: {problem.filename}: {problem.strerror}"

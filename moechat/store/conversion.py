@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,7 @@ from moechat.store.expert_refs import ExpertRef, VectorRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
+from moechat.store.reread import require_read_as
 from moechat.store.shard_supply import Supply
 from moechat.store.side_by_side import Advance, write_side_by_side
 from moechat.store.workspace import Workspace
@@ -180,7 +179,7 @@ class Conversion:
                 self._copy(planned, file.write, advance)
             size, digest = file.commit()
         for source in sources:
-            _require_read_as(source, digest)
+            require_read_as(source, digest)
         self._checkpoint.require_readable()  # else it would count as finished when the conversion goes on
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)
@@ -302,21 +301,6 @@ class Conversion:
 def _numbered(pack: Packer) -> PackExpert:
     """The packer of a layer that packs all experts alike."""
     return lambda _number, matrices, biases, out: pack(matrices, biases, out)
-
-
-def _require_read_as(source: Path, digest: str) -> None:
-    """Read a small file once more: a byte that was read wrongly would be in the store for good.
-
-    Raises:
-        CheckpointError: Its SHA-256 is not that of what was read first.
-    """
-    with open(source, "rb") as file:
-        again = hashlib.file_digest(file, "sha256").hexdigest()
-    if again != digest:
-        raise CheckpointError(
-            f"{source} was read twice with different bytes",
-            hint="run the command again; if it stays so, check the disk (dmesg)",
-        )
 
 
 def _page_aligned(geometry: ExpertGeometry) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError
 from moechat.store.checkpoint import Checkpoint
-from moechat.store.checkpoint_files import read_config, tensor_set
+from moechat.store.checkpoint_files import config_bytes, tensor_set
 from moechat.store.encoded_file import EncodedSafetensors
 from moechat.store.mapped_file import place_of
 from moechat.store.range_sums import Range, checksum
@@ -246,7 +246,7 @@ class StreamedCheckpoint(Checkpoint):
         """
         self.shards = dict(shards)
         self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        super().__init__(path, read_config(path), tensor_set(path, shards, index))
+        super().__init__(path, config_bytes(path), tensor_set(path, shards, index))
         self.title = title
 
     def _current_fingerprint(self) -> str:

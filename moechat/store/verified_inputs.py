@@ -1,9 +1,8 @@
-"""The small files of a store for those that load a model: exactly the bytes that the manifest lists.
+"""The small files of a model, compared, and a private copy of them for libraries that read them by name.
 
 Verification compares files with their hashes now and then; experts and dense weights have checksums that are
 compared whenever they are read. A wrong byte in a tokenizer, a chat template or a configuration changes
-answers just as silently, so these files are read once, compared, and used as they were compared: libraries
-that read them by name get a private copy.
+answers just as silently. The files of a store are compared with its manifest; of a source with a second read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from moechat.errors import StoreDamagedError
 from moechat.store.checkpoint_files import CONFIG_FILE
 from moechat.store.file_check import differs
 from moechat.store.file_problems import file_problem
-from moechat.store.side_files import is_input
+from moechat.store.reread import read_twice
+from moechat.store.side_files import is_input, side_files
 from moechat.store.store import Store
 
 # One read may return a wrong byte. If the second one differs too, the file is damaged.
@@ -63,6 +63,21 @@ def verified_inputs(store: Store) -> Iterator[Path]:
     }
     with ExitStack() as stack:
         yield _copied(contents, stack) or store.path
+
+
+@contextmanager
+def compared_inputs(source: Path) -> Iterator[Path]:
+    """The same of a checkpoint directory, each file read twice.
+
+    Raises:
+        CheckpointError: The two reads differ, or the disk fails; see also
+            :func:`moechat.store.side_files.side_files`.
+        DoesNotFitError: The system refuses memory, or an open file.
+    """
+    files = {name: path for name, path in side_files(source, documents=False).items() if is_input(name)}
+    contents = {name: read_twice(path) for name, path in {CONFIG_FILE: source / CONFIG_FILE, **files}.items()}
+    with ExitStack() as stack:
+        yield _copied(contents, stack) or source
 
 
 def _copied(contents: dict[str, bytes], stack: ExitStack) -> Path | None:

@@ -112,6 +112,24 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     assert layers == {f"layer {layer}" for layer in range(int(stop[6]), 3)}
 
 
+def test_the_tokenizer_of_a_calibration_is_the_one_that_was_compared(
+    checkpoint: Path, calibrated: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte that is read wrongly once would give other weights for good."""
+    whole, wrong = Path.read_bytes, [True]
+
+    def wrong_once(path: Path) -> bytes:
+        content = whole(path)
+        if path == checkpoint / "tokenizer.json" and wrong and wrong.pop():
+            return content.replace(b"a", b"e", 1)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", wrong_once)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json was read twice with different bytes"):
+        converted(checkpoint, tmp_path / "store")
+    assert expert_hashes(converted(checkpoint, tmp_path / "store")) == expert_hashes(calibrated)
+
+
 def test_eight_bits_and_models_without_a_tokenizer_are_not_calibrated(
     checkpoint: Path, tmp_path: Path
 ) -> None:

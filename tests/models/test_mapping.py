@@ -52,6 +52,14 @@ def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
     assert not any(".experts." in key for key in found.dense_keys)
 
 
+def test_a_plan_is_made_from_the_configuration_as_it_was_opened(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("qwen3_moe", 1))
+    checkpoint = Checkpoint.open(tmp_path)
+    wanted = plan_checkpoint(checkpoint)
+    edit_config(tmp_path, num_experts=3)
+    assert plan_checkpoint(checkpoint) == wanted
+
+
 def test_the_text_part_of_a_checkpoint_with_pictures_is_found_by_its_published_names(tmp_path: Path) -> None:
     """Qwen3.6's own files have ``model.language_model.``, which transformers' copies lack."""
     write_tiny_checkpoint(tmp_path / "source", tiny_family("qwen3_5_moe"))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.experts_interface import is_experts_module
 from moechat.models.one_pass import OnePass
+from moechat.models.skeleton import load_config
 from moechat.store.checkpoint import Checkpoint
 
 # The shape with odd sizes of each family; some have layers without experts.
@@ -53,7 +54,7 @@ def test_the_experts_of_every_layer_see_what_they_see_in_the_whole_model(
         torch.testing.assert_close(weights, wanted_weights.reshape(weights.shape), rtol=1e-3, atol=1e-3)
         return parts[ordinal](hidden, index, weights)
 
-    one_pass = OnePass(tmp_path)
+    one_pass = OnePass(load_config(tmp_path))
     keys = [key for layer in plan.read_before for key in layer]
     one_pass.run(checkpoint.tensors, keys, ids, experts)
     assert asked == list(range(len(parts)))
@@ -94,5 +95,5 @@ def test_tensors_are_asked_for_no_earlier_than_the_plan_says(tmp_path: Path) -> 
         return torch.zeros_like(hidden)
 
     keys = [key for layer in plan.read_before for key in layer]
-    OnePass(tmp_path).run(Here(), keys, torch.ones((2, 8), dtype=torch.int64), experts)
+    OnePass(load_config(tmp_path)).run(Here(), keys, torch.ones((2, 8), dtype=torch.int64), experts)
     assert may == set(keys)

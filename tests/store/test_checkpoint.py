@@ -405,3 +405,20 @@ def test_a_source_that_changes_after_opening_is_detected(mixtral: Path) -> None:
     os.replace(mixtral / "new", shard)  # the same size and time, but not the file that is mapped
     with pytest.raises(CheckpointError, match="changed"):
         checkpoint.require_unchanged()
+
+
+def test_a_configuration_that_was_read_wrongly_is_detected(mixtral: Path) -> None:
+    config = mixtral / "config.json"
+    content = config.read_bytes()
+    times = config.stat().st_atime_ns, config.stat().st_mtime_ns
+
+    def write(data: bytes) -> None:
+        config.write_bytes(data)
+        os.utime(config, ns=times)
+
+    write(content.replace(b"mixtral", b"mixtram"))
+    checkpoint = Checkpoint.open(mixtral)
+    assert checkpoint.config["model_type"] == "mixtram"
+    write(content)  # what the disk really has
+    with pytest.raises(CheckpointError, match="changed"):
+        checkpoint.require_unchanged()

@@ -10,9 +10,9 @@ import pytest
 from tiny import write_tiny_chat_model
 
 import moechat
-from moechat.errors import StoreDamagedError
+from moechat.errors import CheckpointError, StoreDamagedError
 from moechat.store.store import Store
-from moechat.store.verified_inputs import verified_inputs
+from moechat.store.verified_inputs import compared_inputs, verified_inputs
 
 MESSAGES = [{"role": "user", "content": "a fox"}]
 
@@ -105,3 +105,26 @@ def test_where_no_copy_can_be_made_the_compared_files_are_used(
 def test_messages_name_the_store_and_not_the_copy(store: Store) -> None:
     with moechat.load(store.path) as engine:
         assert engine.prompts.tokenizer.name_or_path == str(store.path)
+
+
+def test_the_inputs_of_a_source_are_read_twice_and_copied(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with compared_inputs(source) as directory:
+        assert directory != source
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (directory / name).read_bytes() == (source / name).read_bytes()
+        assert not list(directory.glob("*.safetensors"))
+    assert not directory.exists()
+    whole = Path.read_bytes
+
+    def wrong(path: Path) -> bytes:
+        content = whole(path)
+        return content if path.name != "tokenizer_config.json" else content[:-1] + bytes([content[-1] ^ 1])
+
+    monkeypatch.setattr(Path, "read_bytes", wrong)
+    with (
+        pytest.raises(CheckpointError, match=r"tokenizer_config\.json was read twice with different bytes"),
+        compared_inputs(source),
+    ):
+        pytest.fail("it was not refused")
