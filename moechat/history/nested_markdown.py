@@ -61,6 +61,7 @@ def _closing(lines: list[str], place: list[int]) -> str:
     opened = _FENCE.match(lines[place[0]])
     if opened is None:
         return ""
-    mark, last = opened[1], lines[place[1] - 1].strip()
-    ended = place[1] - 1 > place[0] and len(last) >= len(mark) and set(last) == {mark[0]}
-    return "" if ended else mark
+    mark, last = opened[1], lines[place[1] - 1]
+    # What is indented by four columns, or a tab, is code and closes nothing.
+    closes = re.fullmatch(rf" {{0,3}}{mark[0]}{{{len(mark)},}}[ \t]*", last)
+    return "" if closes and place[1] - 1 > place[0] else mark

@@ -15,7 +15,7 @@ from torch.nn import functional
 import moechat
 from moechat.engine import Engine
 from moechat.hub.names import resolve
-from moechat.models.checkpoint_mapping import load_config
+from moechat.models.skeleton import load_config
 from moechat.store.store import Store
 
 # Written for this test: simple English that the model has not seen.

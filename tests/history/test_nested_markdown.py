@@ -56,6 +56,8 @@ def page_of(*texts: str) -> str:
         "- a list\n  ```py\n  open in it",
         "> a quote\n> ```\n> open in it",
         "1. a\n\n   ## in a list",
+        "```\n\t```\n",
+        "~~~\n    ~~~",
     ],
 )
 def test_a_text_cannot_hide_or_forge_turns(text: str) -> None:
