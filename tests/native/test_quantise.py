@@ -6,7 +6,6 @@ from moechat import _native
 from moechat.geometry import scale_columns
 
 torch = pytest.importorskip("torch")
-Quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
 
 
 def real_looking(rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
@@ -20,7 +19,9 @@ def real_looking(rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def hqq_restored(weights: np.ndarray, bits: int) -> np.ndarray:
-    codes, meta = Quantizer.quantize(
+    # Imported here, for this takes seconds: every process that runs tests imports this file.
+    quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
+    codes, meta = quantizer.quantize(
         torch.from_numpy(weights),
         nbits=bits,
         group_size=scale_columns(bits),
@@ -28,7 +29,7 @@ def hqq_restored(weights: np.ndarray, bits: int) -> np.ndarray:
         axis=1,
         device="cpu",
     )
-    return Quantizer.dequantize(codes, dict(meta, compute_dtype=torch.float32)).numpy()
+    return quantizer.dequantize(codes, dict(meta, compute_dtype=torch.float32)).numpy()
 
 
 def our_restored(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
