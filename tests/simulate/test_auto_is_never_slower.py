@@ -30,13 +30,13 @@ CELLS = [f"{name}-{profile}-{share:g}" for name in ROUTING for profile in PROFIL
 @cache
 def inputs() -> Inputs:
     return Inputs(
-        traces=tuple((name, made.trace(450)) for name, (made, _) in ROUTING.items()),
+        traces=tuple((name, made.trace(900)) for name, (made, _) in ROUTING.items()),
         models=tuple(
             made_model(made.layers, made.experts, made.top_k, **sizes) for made, sizes in ROUTING.values()
         ),
         profiles=tuple(reference_profile(name) for name in PROFILES),
         shares=SHARES,
-        length=Length(tokens=150, warmup=300),
+        length=Length(tokens=300, warmup=600),
     )
 
 

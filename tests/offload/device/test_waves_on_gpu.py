@@ -49,7 +49,9 @@ def moved(engine: Engine, gpu) -> int:
     near.drain()
     stats = near.stats()
     blocks = int(stats["fetched_demand"] + stats["fetched_prefetch"])
-    assert gpu.cuda.get("bytes") - before == blocks * engine.loaded.store.geometry.record_bytes
+    # No block twice: beside the blocks only lists of them are copied, which are smaller than one.
+    record = engine.loaded.store.geometry.record_bytes
+    assert 0 <= gpu.cuda.get("bytes") - before - blocks * record < record
     return blocks
 
 
