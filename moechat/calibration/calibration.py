@@ -15,6 +15,7 @@ from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
 from moechat.geometry import KEEP, ExpertGeometry
 from moechat.models.assets import load_tokenizer
 from moechat.models.one_pass import OnePass
+from moechat.models.quiet import without_warnings
 from moechat.models.skeleton import config_from
 from moechat.models.threads import torch_threads
 from moechat.offload.experts import ExpertCounters, ExpertLayer
@@ -59,7 +60,9 @@ class TextCalibration:
         keys = [key for layer in self.plan.read_before for key in layer]
         try:
             source = self.checkpoint.path
-            one_pass = OnePass(config_from(self.checkpoint.config, source))
+            with without_warnings():
+                config = config_from(self.checkpoint.config, source)
+            one_pass = OnePass(config)
             with compared_inputs(source) as directory:
                 ids = calibration_ids(load_tokenizer(directory, named=source), one_pass.vocabulary)
             # Rounding can depend on the number of threads, which callers choose.

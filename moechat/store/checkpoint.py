@@ -44,12 +44,11 @@ class Checkpoint:
         source_format: The format of its quantised weights, for people; ``None`` if it states none.
     """
 
-    # Invariant: config, and so every decision that is made from it, is what _config_bytes say, and a finished
-    # conversion has read the same bytes again.
     def __init__(self, path: Path, config: bytes, tensors: TensorSet) -> None:
         """Use :meth:`open`; ``config`` is the content of ``config.json``."""
         self.path = path
         self.title = str(path)
+        # Invariant: everything is decided from these bytes. A finished conversion has read the same again.
         self._config_bytes = config
         self.config = config_of(path / CONFIG_FILE, config)
         require_layers_in(self.config, len(tensors), str(path / CONFIG_FILE))

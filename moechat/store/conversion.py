@@ -18,7 +18,7 @@ from moechat.store.expert_refs import ExpertRef, VectorRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
-from moechat.store.reread import require_read_as
+from moechat.store.reread import require_digest
 from moechat.store.shard_supply import Supply
 from moechat.store.side_by_side import Advance, write_side_by_side
 from moechat.store.workspace import Workspace
@@ -179,7 +179,7 @@ class Conversion:
                 self._copy(planned, file.write, advance)
             size, digest = file.commit()
         for source in sources:
-            require_read_as(source, digest)
+            require_digest(source, digest)
         self._checkpoint.require_readable()  # else it would count as finished when the conversion goes on
         self._require_size(planned, size)
         self._workspace.record(planned.name, size, digest)

@@ -18,21 +18,21 @@ def read_twice(path: Path) -> bytes:
     """
     try:
         content = path.read_bytes()
-        require_read_as(path, hashlib.sha256(content).hexdigest())
+        require_digest(path, hashlib.sha256(content).hexdigest())
     except OSError as problem:
         raise file_problem(path, problem, CheckpointError, "read") from problem
     return content
 
 
-def require_read_as(path: Path, digest: str) -> None:
-    """Read a file once more.
+def require_digest(path: Path, digest: str) -> None:
+    """Read a file again and compare its SHA-256.
 
     Args:
         path: The file.
-        digest: SHA-256 of what was read first, in hexadecimal.
+        digest: Of what was read first, in hexadecimal.
 
     Raises:
-        CheckpointError: That of the second read is another.
+        CheckpointError: The two differ.
         OSError: It cannot be read.
     """
     with open(path, "rb") as file:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from moechat.errors import StoreDamagedError
@@ -46,9 +46,9 @@ def verified_bytes(store: Store, name: str) -> bytes:
     raise store.damaged(f"{path} {differs(record, digest)}")
 
 
-@contextmanager
-def verified_inputs(store: Store) -> Iterator[Path]:
-    """A directory with configuration, tokenizer, chat templates and generation settings, for the block.
+def verified_inputs(store: Store) -> AbstractContextManager[Path]:
+    """A directory with configuration, tokenizer, chat templates and generation settings of a store, for a
+    ``with`` block.
 
     Where no copy can be made, for want of room say, it is the store's own; its files were compared at least.
 
@@ -61,23 +61,29 @@ def verified_inputs(store: Store) -> Iterator[Path]:
         for name in store.manifest.files
         if name == CONFIG_FILE or is_input(name)
     }
-    with ExitStack() as stack:
-        yield _copied(contents, stack) or store.path
+    return _private_copy(contents, store.path)
 
 
-@contextmanager
-def compared_inputs(source: Path) -> Iterator[Path]:
-    """The same of a checkpoint directory, each file read twice.
+def compared_inputs(source: Path) -> AbstractContextManager[Path]:
+    """The same for a checkpoint directory, whose files are read twice.
 
     Raises:
         CheckpointError: The two reads differ, or the disk fails; see also
             :func:`moechat.store.side_files.side_files`.
         DoesNotFitError: The system refuses memory, or an open file.
     """
-    files = {name: path for name, path in side_files(source, documents=False).items() if is_input(name)}
-    contents = {name: read_twice(path) for name, path in {CONFIG_FILE: source / CONFIG_FILE, **files}.items()}
+    contents = {CONFIG_FILE: read_twice(source / CONFIG_FILE)}
+    for name, path in side_files(source, documents=False).items():
+        if is_input(name):
+            contents[name] = read_twice(path)
+    return _private_copy(contents, source)
+
+
+@contextmanager
+def _private_copy(contents: dict[str, bytes], own: Path) -> Iterator[Path]:
+    """A directory with files of these contents, or ``own`` where none can be made."""
     with ExitStack() as stack:
-        yield _copied(contents, stack) or source
+        yield _copied(contents, stack) or own
 
 
 def _copied(contents: dict[str, bytes], stack: ExitStack) -> Path | None:

@@ -25,11 +25,14 @@ SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
 LONG_SECONDS = 1.9
-# Long, and the only tests of their kind.
+# Long, and the only tests of their kind. Those of auto take nearly all their time to simulate what a third
+# test, which always runs, needs too.
 ALWAYS = frozenset(
     {
         "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
         "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
+        "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy",
+        "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_preset",
     }
 )
 HEADER = f"""\

@@ -49,7 +49,7 @@ def moved(engine: Engine, gpu) -> int:
     near.drain()
     stats = near.stats()
     blocks = int(stats["fetched_demand"] + stats["fetched_prefetch"])
-    # No block twice: beside the blocks only lists of them are copied, which are smaller than one.
+    # Each block is copied once. The lists of blocks are copied too; all of them are smaller than one block.
     record = engine.loaded.store.geometry.record_bytes
     assert 0 <= gpu.cuda.get("bytes") - before - blocks * record < record
     return blocks
