@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from fake_cuda import FakeCuda
 from interpreted_graph import InterpretedGraphs
+from triton.runtime.interpreter import GridExecutor
 
 from moechat import _native
 from moechat.offload.accelerator import Accelerator, Chip
@@ -49,6 +51,7 @@ class InterpretedGpu(Accelerator):
         self._pages: list[torch.Tensor] = []
         self._lists: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
+        self._launch: Any = None  # of the interpreter, while nothing is launched
 
     @property
     def name(self) -> str:
@@ -110,8 +113,10 @@ class InterpretedGpu(Accelerator):
         """The interpreter builds nothing."""
 
     def before_kernels(self) -> None:
-        # The next call of the link raises the error of a lost GPU.
-        self._stream.synchronize()
+        # A GPU that has failed runs no kernels: their lists may be missing. The next call of the link raises
+        # its error.
+        if self._stream.synchronize() != 0 and self._launch is None:
+            self._launch, GridExecutor.__call__ = GridExecutor.__call__, lambda *_, **__: None
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:
         # Not zeros: what is read too early must not be harmless.
@@ -157,6 +162,8 @@ class InterpretedGpu(Accelerator):
 
     def close(self) -> None:
         self.closed = True
+        if self._launch is not None:
+            GridExecutor.__call__ = self._launch
         self._stream.synchronize()
         self._stream.close()
         for host in self._pinned:
