@@ -73,3 +73,15 @@ def tabled_angles(module: nn.Module) -> Angles:
         return cos.narrow(1, row, 1), sin.narrow(1, row, 1)
 
     return forward
+
+
+def angle_counts(model: nn.Module) -> set[int]:
+    """Numbers of cosines per token of the modules of ``model`` that :func:`recognise_angles` knows."""
+    return {angle_count(module) for module in model.modules() if recognise_angles(module) is not None}
+
+
+def angle_count(module: nn.Module) -> int:
+    """Number of cosines per token from a module of angles."""
+    with probing():
+        cos: torch.Tensor = module(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0]
+        return cos.shape[-1]

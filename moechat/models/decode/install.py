@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from moechat.models.decode import attention
-from moechat.models.decode.angles import recognise_angles
+from moechat.models.decode.angles import angle_count, recognise_angles
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layer_check import agrees, layer_kind
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.norms import native_norm, recognise_norm
-from moechat.models.decode.probe import probing
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
 from moechat.models.decode.together import TogetherPass
@@ -111,7 +109,7 @@ def install_native_modules(model: Any) -> NativeModules:
 
 
 def _install_layers(done: NativeModules, model: Any) -> None:
-    counts = {_angle_count(model.get_submodule(name)) for name in done.angles}
+    counts = {angle_count(model.get_submodule(name)) for name in done.angles}
     if len(counts) != 1:
         return  # the number of angles of a layer is only known from its arguments
     (angles,) = counts
@@ -133,13 +131,6 @@ def _install_layers(done: NativeModules, model: Any) -> None:
         forward, done.together = whole
         done.replace(model, forward)
         done.whole = True
-
-
-def _angle_count(module: nn.Module) -> int:
-    """Number of cosines per token from a module of angles."""
-    with probing():
-        cos: torch.Tensor = module(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0]
-        return cos.shape[-1]
 
 
 def compares_attention_name(model: Any) -> bool:

@@ -1,16 +1,15 @@
 """Computes a decoder layer for one token, up to its experts, in a single native call.
 
 For one token, the overhead of torch and Python between the parts of a layer (modules, views, copies into the
-cache, sums) exceeds the cost of some parts. A layer is recognised in two steps. Its code and that of its
-attention must use only the names listed here, so that no unknown clipping, scaling or addition is missed.
-Then both ways are compared on random tokens, see :mod:`moechat.models.decode.layer_check`.
+cache, sums) exceeds the cost of some parts. A layer is recognised in two steps: by the names that its code
+uses (:mod:`moechat.models.decode.wiring`), and by the results of both ways for random tokens
+(:mod:`moechat.models.decode.layer_check`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,28 +21,15 @@ from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
 from moechat.models.decode.attention import hides_nothing
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
-from moechat.models.experts_interface import is_experts_module
+from moechat.models.decode.wiring import (
+    HEAD_NORMS,
+    PROJECTIONS,
+    Wiring,
+    only_known_arguments,
+    recognise_wiring,
+)
 from moechat.models.linear import PackedLinear, StoredLinear
 from moechat.models.skeleton import EXPERTS_RUNNER
-
-_LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
-_ATTENTION_NAMES = frozenset(
-    {
-        # modules and sizes
-        *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "layer_idx", "config"),
-        # arguments of the attention function, and numbers of a module that the trial covers
-        *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr", "use_qk_norm"),
-        *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
-        # tensors
-        *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
-    }
-)
-# Options without effect if not set, and the names that their code uses.
-_OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
-_EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
-_JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
-# Modules of the wrappers around the forward of every decoder layer, which only training uses.
-_WRAPPERS = frozenset({"transformers.modeling_layers"})
 
 Forward = Callable[..., Any]
 # (hidden state, layer of the cache, cosines, sines) -> hidden state.
@@ -51,37 +37,16 @@ Decode = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor 
 
 
 @dataclass(frozen=True)
-class LayerParts:
+class LayerParts(Wiring):
     """The parts of a decoder layer.
 
     Attributes:
-        before: Norm of its inputs.
-        attention: Its attention module.
-        after: Norm before its feed-forward part.
-        mlp: Its feed-forward part.
-        router: Router, if ``mlp`` has only a router and its experts; else ``None``.
-        experts: Experts, if ``router`` is set.
         width: Rotated elements of a head.
         angles: Number of rotary angles per token.
     """
 
-    before: nn.Module
-    attention: Any
-    after: nn.Module
-    mlp: nn.Module
-    router: nn.Module | None
-    experts: nn.Module | None
     width: int
     angles: int
-
-    def hooks(self) -> tuple[Any, ...]:
-        """Hook dictionaries of all modules that the native step bypasses."""
-        modules = [self.before, self.after, self.attention, *self.attention.modules()]
-        if self.router is not None and self.experts is not None:
-            modules += [self.mlp, self.router, self.experts]
-        return tuple(
-            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        )
 
 
 def recognise_layer(layer: Any, angles: int) -> Forward | None:
@@ -108,63 +73,22 @@ def _native_part(module: nn.Module | None) -> Any:
     return None if forward is None else getattr(forward, "__dict__", {}).get("run")
 
 
-def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[str] = _WRAPPERS) -> bool:
-    """Whether the ``forward`` of a module's class uses only these names.
-
-    Args:
-        module: Any module.
-        names: Of globals, attributes and methods.
-        wrappers: Modules whose functions may wrap it.
-    """
-    forward: Any = type(module).forward
-    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return False
-    code = forward.__code__
-    nested = any(isinstance(constant, type(code)) for constant in code.co_consts)
-    return not nested and not code.co_freevars and names.issuperset(code.co_names)
-
-
 def _parts(layer: Any, angles: int) -> LayerParts | None:
-    if set(dict(layer.named_children())) != _LAYER_NAMES or "forward" in vars(layer) or layer.training:
+    wiring = recognise_wiring(layer, lambda module: isinstance(_native_part(module), _native.Routing))
+    if wiring is None:
         return None
-    before, after = layer.input_layernorm, layer.post_attention_layernorm
-    attention, mlp = layer.self_attn, layer.mlp
-    names = _ATTENTION_NAMES
-    for option, more in _OPTIONAL.items():
-        if getattr(getattr(attention, "config", None), option, None) is None:
-            names |= more
-    if not uses_only(layer, _LAYER_NAMES) or not uses_only(attention, names):
+    if not all(isinstance(_native_part(norm), _native.RmsNorm) for norm in (wiring.before, wiring.after)):
         return None
-    if not isinstance(_native_part(before), _native.RmsNorm):
-        return None
-    if not isinstance(_native_part(after), _native.RmsNorm):
-        return None
-    children = dict(mlp.named_children())
-    experts = next((child for child in children.values() if is_experts_module(child)), None)
-    router = next((child for child in children.values() if child is not experts), None)
-    plain = (
-        len(children) == 2
-        and experts is not None
-        and isinstance(_native_part(router), _native.Routing)
-        and uses_only(mlp, _EXPERTS_NAMES | _JITTER)
-        and not any(parameter is not None for parameter in mlp._parameters.values())
-    )
-    rotate = vars(attention).get("forward")
-    width = rotation_width(rotate, getattr(attention, "head_dim", 0), angles)
-    if not width:
-        return None
-    if not plain:
-        router = experts = None
-    return LayerParts(before, attention, after, mlp, router, experts, width, angles)
+    attention = wiring.attention
+    width = rotation_width(vars(attention).get("forward"), getattr(attention, "head_dim", 0), angles)
+    return LayerParts(**vars(wiring), width=width, angles=angles) if width else None
 
 
 _Products = tuple[_native.DenseProduct, _native.DenseProduct, _native.DenseProduct, _native.DenseProduct]
 
 
 def _products(attention: Any) -> _Products | None:
-    found = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    found = [getattr(attention, name, None) for name in PROJECTIONS]
     if not all(isinstance(module, StoredLinear | PackedLinear) for module in found):
         return None
     query, key, value, output = (module.product() for module in found if module is not None)
@@ -226,7 +150,7 @@ class NativeStep:
 def _step(parts: LayerParts) -> _Step | None:
     attention = parts.attention
     products = _products(attention)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms = [getattr(attention, name, None) for name in HEAD_NORMS]
     head_norms = [_native_part(norm) for norm in norms]
     weight = parts.before.weight
     assert isinstance(weight, torch.Tensor)
@@ -238,8 +162,7 @@ def _step(parts: LayerParts) -> _Step | None:
         return None
     if any(norms) and not all(isinstance(norm, _native.RmsNorm) for norm in head_norms):
         return None
-    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-    if not set(dict(attention.named_children())) <= known or set(attention._parameters) - {"sinks"}:
+    if not parts.plain_attention():
         return None
     dim = attention.head_dim
     heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
@@ -281,7 +204,7 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
             and index < len(cache.layers)
             and not rest
             and not any(hooks)
-            and _all_ignored(named)
+            and only_known_arguments(named)
             and native.takes(hidden_states, angles)
         ):
             out = native.decode(hidden_states, cache.layers[index], *angles)
@@ -325,20 +248,3 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
         return residual
 
     return decode
-
-
-# Arguments of a layer that the step uses, or that have no effect for one token that attends to all keys.
-_IGNORED = frozenset(
-    {
-        "attention_mask",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "use_cache",
-        "cache_position",
-    }
-)
-
-
-def _all_ignored(named: dict[str, Any]) -> bool:
-    return all(name in _IGNORED or value is None or value is False for name, value in named.items())

@@ -19,12 +19,11 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.layer_check import stub_experts
-from moechat.models.decode.layers import NativeStep, uses_only
+from moechat.models.decode.layers import NativeStep
 from moechat.models.decode.probe import probing
 from moechat.models.decode.together import TogetherPass
+from moechat.models.decode.wiring import MODEL_WRAPPERS, only_calls_layers, uses_only
 
-# Modules of transformers' wrappers around the forward of models.
-_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
 # Names in the forward of a causal language model: its parts, the loss, and the fields of its output.
 _MODEL_NAMES = frozenset(
     {
@@ -34,16 +33,6 @@ _MODEL_NAMES = frozenset(
         *("last_hidden_state", "past_key_values", "hidden_states", "attentions", "router_logits"),
         # Until transformers 5.22.
         *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
-    }
-)
-# Names in the forward of the model below its head.
-_BASE_NAMES = frozenset(
-    {
-        *("embed_tokens", "layers", "norm", "rotary_emb", "config", "num_hidden_layers", "layer_types"),
-        *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
-        *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
-        *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
-        "BaseModelOutputWithPast",  # until transformers 5.22, of some families
     }
 )
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
@@ -65,15 +54,11 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
         ``None`` if the model is not recognised.
     """
     base = getattr(model, "model", None)
-    if base is None or "forward" in vars(model) or "forward" in vars(base) or model.training:
+    if base is None or "forward" in vars(model) or model.training:
         return None
     if set(dict(model.named_children())) != {"model", "lm_head"}:
         return None
-    if set(dict(base.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return None
-    if not uses_only(model, _MODEL_NAMES, wrappers=_WRAPPERS):
-        return None
-    if not uses_only(base, _BASE_NAMES, wrappers=_WRAPPERS):
+    if not uses_only(model, _MODEL_NAMES, wrappers=MODEL_WRAPPERS) or not only_calls_layers(base):
         return None
     layers = list(base.layers)
     pairs: list[tuple[Any, NativeStep]] = []

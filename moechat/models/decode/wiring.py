@@ -1,0 +1,157 @@
+"""How the parts of a decoder layer are connected, recognised by the names that its code uses.
+
+The code of a layer and of its attention must use only the names listed here, so that no unknown clipping,
+scaling or addition is missed. What computes a layer in another way still has to be compared with it on random
+tokens: see :mod:`moechat.models.decode.layer_check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from moechat.models.experts_interface import is_experts_module
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+_LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
+_ATTENTION_NAMES = frozenset(
+    {
+        # modules and sizes
+        *(*PROJECTIONS, *HEAD_NORMS, "head_dim", "layer_idx", "config"),
+        # arguments of the attention function, and numbers of a module that the trial covers
+        *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr", "use_qk_norm"),
+        *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
+        # tensors
+        *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
+    }
+)
+# Options without effect if not set, and the names that their code uses.
+_OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
+_EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
+_JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
+# Modules of the wrappers around the forward of every decoder layer, which only training uses.
+_WRAPPERS = frozenset({"transformers.modeling_layers"})
+# Modules of transformers' wrappers around the forward of models.
+MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
+# Names in the forward of a model below its head.
+_BASE_NAMES = frozenset(
+    {
+        *("embed_tokens", "layers", "norm", "rotary_emb", "config", "num_hidden_layers", "layer_types"),
+        *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
+        *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
+        *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
+        "BaseModelOutputWithPast",  # until transformers 5.22, of some families
+    }
+)
+# Arguments of a layer that its parts use, or that have no effect for one token that attends to all keys.
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "attention_mask",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A decoder layer: ``a = x + attention(before(x))``, then ``a + mlp(after(a))``.
+
+    Attributes:
+        before: Norm of its inputs.
+        attention: Its attention module.
+        after: Norm before its feed-forward part.
+        mlp: Its feed-forward part.
+        router: Router, if ``mlp`` has only a router and its experts; else ``None``.
+        experts: Experts, if ``router`` is set.
+    """
+
+    before: nn.Module
+    attention: Any
+    after: nn.Module
+    mlp: nn.Module
+    router: nn.Module | None
+    experts: nn.Module | None
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Hook dictionaries of all modules that are bypassed if the layer is computed in another way."""
+        modules = [self.before, self.after, self.attention, *self.attention.modules()]
+        if self.router is not None and self.experts is not None:
+            modules += [self.mlp, self.router, self.experts]
+        return tuple(
+            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        )
+
+    def plain_attention(self) -> bool:
+        """Whether the attention has no parts but projections, norms of heads and sinks."""
+        children, known = set(dict(self.attention.named_children())), {*PROJECTIONS, *HEAD_NORMS}
+        return children <= known and not set(self.attention._parameters) - {"sinks"}
+
+
+def recognise_wiring(layer: Any, is_router: Callable[[nn.Module | None], bool]) -> Wiring | None:
+    """The parts of a decoder layer; ``None`` if its code does anything else with them.
+
+    Args:
+        layer: Any module.
+        is_router: Whether a module is a router that is known.
+    """
+    if set(dict(layer.named_children())) != _LAYER_NAMES or "forward" in vars(layer) or layer.training:
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    names = _ATTENTION_NAMES
+    for option, more in _OPTIONAL.items():
+        if getattr(getattr(attention, "config", None), option, None) is None:
+            names |= more
+    if not uses_only(layer, _LAYER_NAMES) or not uses_only(attention, names):
+        return None
+    children = dict(mlp.named_children())
+    experts = next((child for child in children.values() if is_experts_module(child)), None)
+    router = next((child for child in children.values() if child is not experts), None)
+    plain = (
+        len(children) == 2
+        and experts is not None
+        and is_router(router)
+        and uses_only(mlp, _EXPERTS_NAMES | _JITTER)
+        and not any(parameter is not None for parameter in mlp._parameters.values())
+    )
+    if not plain:
+        router = experts = None
+    return Wiring(layer.input_layernorm, attention, layer.post_attention_layernorm, mlp, router, experts)
+
+
+def only_calls_layers(base: Any) -> bool:
+    """Whether a model below its head only embeds, calls its layers one after the other, and its norm."""
+    if set(dict(base.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    return "forward" not in vars(base) and uses_only(base, _BASE_NAMES, wrappers=MODEL_WRAPPERS)
+
+
+def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[str] = _WRAPPERS) -> bool:
+    """Whether the ``forward`` of a module's class uses only these names.
+
+    Args:
+        module: Any module.
+        names: Of globals, attributes and methods.
+        wrappers: Modules whose functions may wrap it.
+    """
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    code = forward.__code__
+    nested = any(isinstance(constant, type(code)) for constant in code.co_consts)
+    return not nested and not code.co_freevars and names.issuperset(code.co_names)
+
+
+def only_known_arguments(named: dict[str, Any]) -> bool:
+    """Whether a layer was called with arguments that its parts use, or that have no effect."""
+    return all(name in _KNOWN_ARGUMENTS or value is None or value is False for name, value in named.items())
