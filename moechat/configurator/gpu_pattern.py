@@ -15,8 +15,9 @@ Else a layer of a token::
            ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
     GPU    dense part ─ copy of the choice ─────(idle)──────── kernels, each behind its lists and copies
 
-Published times are of other programs and machines. Two were measured with this engine, on an H100 whose host
-is a virtual machine: the time of a kernel in a graph, and the number of kernels.
+Published times are of other programs and machines. One was measured with this engine, on an H100 whose host
+is a virtual machine: the time of a kernel in a graph. Numbers of kernels are those of recorded passes
+(tests/offload/device/test_fused_layers.py).
 """
 
 from __future__ import annotations
@@ -67,10 +68,9 @@ LAYER_HOST = 30e-6
 LAYER_ACCOUNT = 6.5e-6
 # Host: sampling, text, the token's number and position to the GPU, for each token.
 TOKEN_HOST = 200e-6
-# Kernels of a decoder layer of Qwen3-MoE: norms, projections, rotary, cache, attention, residuals, router,
-# choice, the request and its copy to the host; and of the head. Mixtral has two norms less. Counted on the
-# H100, where there were 25: the request took seven then, and takes one.
-DENSE_KERNELS = 19
+# Kernels of a decoder layer of plain attention behind norms (moechat/offload/fused_layers.py), without its
+# experts; a copy of the request is counted with the wait for the choice. And of the head.
+DENSE_KERNELS = 9
 HEAD_KERNELS = 6
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1

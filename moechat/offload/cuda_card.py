@@ -22,6 +22,7 @@ from moechat.hardware.card import CardFacts, Task
 from moechat.hardware.gpu import GpuDevice
 from moechat.offload.accelerator import Accelerator, ordinal_of
 from moechat.offload.graphs import Graph, Graphs
+from moechat.offload.kernels import layer_steps
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.call import PreparedLayer
 from moechat.offload.kernels.launch import BlockKernels
@@ -407,7 +408,14 @@ class _Replayed:
 
 
 def _product(matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: torch.nn.functional.linear(x, matrix)
+    """As the layers of a decoded token are multiplied, and those of a prompt."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            return layer_steps.products(x, [matrix], [None], x.dtype)[0]
+        return torch.nn.functional.linear(x, matrix)
+
+    return product
 
 
 def _block(geometry: ExpertGeometry) -> npt.NDArray[np.uint8]:

@@ -1,8 +1,8 @@
 """Norms, rotary embedding and routers of recorded passes: one launch of ours in place of many of torch.
 
-Modules are recognised by their results while the model is on the CPU (:mod:`moechat.models.decode`). Only
-while a pass is recorded do they compute by our kernels; the model's own passes, with which replays are
-compared, stay as they are.
+Modules are recognised by their results while the model is on the CPU (:mod:`moechat.models.decode`), and
+layers made of them as a whole (:mod:`moechat.offload.fused_layers`). Only while a pass is recorded do they
+compute by our kernels; the model's own passes, with which replays are compared, stay as they are.
 """
 
 from __future__ import annotations
@@ -16,29 +16,21 @@ import torch
 from torch import nn
 
 from moechat.models.decode.norms import Norm, recognise_norm
-from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, probing
+from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.decode.rotary import Rotate, recognise_rotary, rotated_width, with_rotary
 from moechat.models.decode.routers import Rule, recognise_router
-from moechat.offload.kernels import steps
+from moechat.offload.fused_layers import (
+    FusedLayer,
+    KnownRouter,
+    Sums,
+    layer_forward,
+    recognise_layers,
+    served,
+    serves_norm,
+)
+from moechat.offload.kernels import routing, steps
 
-# Rows of a norm: those of the heads of a few tokens.
-_MOST_ROWS = FEW_TOKENS * 1024
 _FORWARD = "forward"
-
-
-@dataclass(frozen=True)
-class _Router:
-    """What a router computes.
-
-    Attributes:
-        rule: Without its correction.
-        correction: Name of its parameter or buffer; ``None``: it has none.
-        widened: Hidden states and weights are converted to float32 before the product.
-    """
-
-    rule: Rule
-    correction: str | None
-    widened: bool
 
 
 @dataclass
@@ -46,8 +38,9 @@ class FusedSteps:
     """The modules of a model that our kernels can compute."""
 
     norms: dict[nn.Module, Norm] = field(default_factory=dict)
-    routers: dict[nn.Module, _Router] = field(default_factory=dict)
+    routers: dict[nn.Module, KnownRouter] = field(default_factory=dict)
     rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
+    layers: dict[nn.Module, FusedLayer] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.norms or self.routers or self.rotary)
@@ -57,22 +50,35 @@ class FusedSteps:
         """Compute passes in the block by the kernels, where they serve the inputs.
 
         Modules whose ``forward`` somebody else has replaced are left alone.
+
+        Raises:
+            RuntimeError: Something other than these modules has used the result of a layer.
         """
         made: list[tuple[nn.Module, Callable[..., Any]]] = []
+        sums = Sums()
         try:
-            for module, forward in self._forwards():
+            for module, forward in self._forwards(sums):
                 made.append((module, forward))
                 module.__dict__[_FORWARD] = forward
             yield
+            if sums:
+                raise RuntimeError("the result of a layer was not read by the next one")
         finally:
             for module, forward in made:
                 if module.__dict__.get(_FORWARD) is forward:
                     del module.__dict__[_FORWARD]
 
-    def _forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    def fewer(self) -> FusedSteps:
+        """The same without the layers, or nothing if there are none."""
+        return FusedSteps(self.norms, self.routers, self.rotary) if self.layers else FusedSteps()
+
+    def _forwards(self, sums: Sums) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        for module, layer in self.layers.items():
+            if _FORWARD not in module.__dict__:
+                yield module, layer_forward(module, layer, sums)
         for module, norm in self.norms.items():
             if _FORWARD not in module.__dict__:
-                yield module, _norm_forward(module, norm)
+                yield module, _norm_forward(module, norm, sums)
         for module, router in self.routers.items():
             if _FORWARD not in module.__dict__:
                 yield module, _router_forward(module, router)
@@ -100,13 +106,14 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
                 found.routers[module] = router
         elif (rotate := recognise_rotary(module)) is not None:
             found.rotary[module] = rotate
+    found.layers = recognise_layers(model, found.norms, found.routers, found.rotary)
     return found
 
 
-def _router_of(module: nn.Module, rule: Rule) -> _Router | None:
+def _router_of(module: nn.Module, rule: Rule) -> KnownRouter | None:
     """``None``: it is not clear how the router makes its logits, or which correction it adds."""
     weight = module.get_parameter("weight")
-    if len(weight) > steps.MOST_EXPERTS or rule.chosen > steps.MOST_CHOSEN:
+    if len(weight) > routing.MOST_EXPERTS or rule.chosen > routing.MOST_CHOSEN:
         return None
     name = None
     if rule.correction is not None:
@@ -125,7 +132,7 @@ def _router_of(module: nn.Module, rule: Rule) -> _Router | None:
         for widened in (False, True):
             logits = _logits(module, hidden, widened=widened)
             if logits.dtype is wanted.dtype and torch.equal(logits, wanted):
-                return _Router(replace(rule, correction=None), name, widened)
+                return KnownRouter(replace(rule, correction=None), name, widened)
     return None
 
 
@@ -137,58 +144,29 @@ def _logits(module: nn.Module, hidden: torch.Tensor, *, widened: bool) -> torch.
     return nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
-def _served(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels run on the device of ``x``, and it is of the weight's device and type."""
-    device = x.device
-    return (
-        device == weight.device
-        and x.dtype is weight.dtype
-        and x.dtype in ELEMENTS
-        and (device.type == "cuda" or (device.type == "cpu" and steps.INTERPRETED))
-    )
-
-
-def _norm_forward(module: nn.Module, norm: Norm) -> Callable[..., Any]:
+def _norm_forward(module: nn.Module, norm: Norm, sums: Sums) -> Callable[..., Any]:
     own = module.forward
 
     def forward(x: torch.Tensor) -> Any:
         weight = module._parameters.get("weight")
-        if (
-            weight is None
-            or not _served(x, weight)
-            or not weight.is_contiguous()
-            or x.shape[-1:] != weight.shape
-            or x.shape[-1] > steps.MOST_COLUMNS
-            or x.numel() > _MOST_ROWS * x.shape[-1]
-            or steps.row_stride(x) is None
-        ):
-            return own(x)
-        return steps.rms_norm(x, weight, norm)
+        if weight is None or not serves_norm(x, weight):
+            return own(sums.settled(x))
+        return sums.normed(x, weight, norm)
 
     return forward
 
 
-def _router_forward(module: nn.Module, router: _Router) -> Callable[..., Any]:
+def _router_forward(module: nn.Module, router: KnownRouter) -> Callable[..., Any]:
     own, rule = module.forward, router.rule
     places = [rule.order.index(place) for place in range(3)]
 
     def forward(hidden: torch.Tensor) -> Any:
-        weight = module._parameters.get("weight")
-        correction = None if router.correction is None else getattr(module, router.correction)
-        if (
-            weight is None
-            or not _served(hidden, weight)
-            or not hidden.is_contiguous()
-            or hidden.shape[-1] != weight.shape[-1]
-            or hidden.numel() > FEW_TOKENS * weight.shape[-1]
-            or (
-                correction is not None
-                and (correction.device != hidden.device or not correction.is_contiguous())
-            )
-        ):
+        if not router.serves(module, hidden):
             return own(hidden)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
         logits = _logits(module, hidden.view(-1, weight.shape[-1]), widened=router.widened)
-        weights, index = steps.route(logits, rule, correction)
+        weights, index = routing.route(logits, rule, router.correction_of(module))
         made = (logits, weights, index)
         return made[places[0]], made[places[1]], made[places[2]]
 
@@ -207,7 +185,7 @@ def _fused_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
         if (
             tokens > FEW_TOKENS
             or width == 0
-            or not all(_served(each, q) for each in arguments)
+            or not all(served(each, q) for each in arguments)
             or not q.ndim == k.ndim == 4
             or not q.shape[0] == k.shape[0] == 1
             or k.shape[-2:] != q.shape[-2:]

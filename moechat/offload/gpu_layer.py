@@ -21,9 +21,10 @@ import torch
 
 from moechat.budget.gpu_sizes import WORK_PAIRS
 from moechat.configurator.systems import RequestForm
+from moechat.models.decode.routers import Rule
 from moechat.models.router_search import Router, Scoring
 from moechat.offload.gpu_pages import GpuPages, Ranks
-from moechat.offload.kernels import steps
+from moechat.offload.kernels import routing
 from moechat.offload.tier import ExpertTier
 
 
@@ -97,21 +98,48 @@ class GpuExpertLayer:
         request = self._request(hidden, top_k_index, top_k_weights)
         return self.answer(request) if self.capture is None else self.capture.cut(self.ordinal, request)
 
+    def forward_routed(
+        self, hidden: torch.Tensor, logits: torch.Tensor, rule: Rule, correction: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As :meth:`forward`, of what a router chooses; REQUIRES: a pass is recorded by kernels of ours.
+
+        Args:
+            hidden: ``[1, hidden]``, contiguous.
+            logits: The router's, ``[1, experts]``, contiguous.
+            rule: What it computes, but for the correction.
+            correction: ``[experts]``, contiguous, or ``None``.
+        """
+        assert self.capture is not None
+        routers, places, inputs = self._asked(1)
+        known = [_launched(one, hidden) for one in routers]
+        if not all(known):
+            weights, index = routing.route(logits, rule, correction)
+            return self.forward(hidden, index, weights)
+        ranks = [one for one in known if one is not None]
+        packed = routing.routed_request(hidden, logits, rule, correction, ranks, inputs=inputs)
+        request = ExpertRequest(hidden, packed, rule.chosen, places, inputs)
+        return self.capture.cut(self.ordinal, request)
+
     def _request(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> ExpertRequest:
-        settings = self.tier.settings
         x = hidden.detach().contiguous()
+        routers, places, inputs = self._asked(len(x))
+        packed = self._packed(x, top_k_index, top_k_weights.detach(), routers, inputs)
+        return ExpertRequest(x, packed, top_k_index.numel(), places, inputs)
+
+    def _asked(self, tokens: int) -> tuple[list[Ranks], tuple[tuple[int, int], ...], bool]:
+        """Routers whose scores the host wants, their places, and whether it wants the inputs."""
+        settings = self.tier.settings
         if self.capture is not None:
             form = self.capture.form
             ahead, inputs = form.ahead, form.inputs
         else:
             ahead = settings.predicted_layers
-            inputs = self.pages.miss(settings, len(x)) != "fetch"
-        routers = self._routers(len(x), ahead)
+            inputs = self.pages.miss(settings, tokens) != "fetch"
+        routers = self._routers(tokens, ahead)
         places = tuple((distance, layer) for distance, layer, _ in routers)
-        packed = self._packed(x, top_k_index, top_k_weights.detach(), [one for _, _, one in routers], inputs)
-        return ExpertRequest(x, packed, top_k_index.numel(), places, inputs)
+        return [router for _, _, router in routers], places, inputs
 
     def _packed(
         self,
@@ -124,9 +152,9 @@ class GpuExpertLayer:
         """The words of a request."""
         if self.capture is not None and self.capture.fused:
             known = [_launched(one, x) for one in routers]
-            if all(known) and steps.serves_request(x, top_k_index, top_k_weights):
+            if all(known) and routing.serves_request(x, top_k_index, top_k_weights):
                 ranks = [one for one in known if one is not None]
-                return steps.request(x, top_k_index, top_k_weights, ranks, inputs=inputs)
+                return routing.request(x, top_k_index, top_k_weights, ranks, inputs=inputs)
         parts = [
             top_k_index.to(torch.int32),
             top_k_weights.to(torch.float32),
@@ -266,7 +294,7 @@ class GpuExpertLayer:
         return out
 
 
-def _launched(router: Ranks, x: torch.Tensor) -> steps.Ranks | None:
+def _launched(router: Ranks, x: torch.Tensor) -> routing.Ranks | None:
     """A router as a kernel of ours takes it; ``None``: it cannot compute the scores of ``x``."""
     if not isinstance(router, Router) or router.weight.device != x.device:
         return None
@@ -276,4 +304,4 @@ def _launched(router: Ranks, x: torch.Tensor) -> steps.Ranks | None:
     if corrected and router.scoring is Scoring.SOFTMAX:
         return None
     sigmoid = router.scoring is Scoring.SIGMOID
-    return steps.Ranks(router.weight, router.bias, sigmoid, router.correction)
+    return routing.Ranks(router.weight, router.bias, sigmoid, router.correction)

@@ -326,9 +326,12 @@ class GraphDecoder:
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
             recording.unchecked = max(0, recording.unchecked - 1)
             if self._why_left and not recording.unchecked:
-                self._notify(
-                    f"torch computes norms, rotary embedding and routers, which is slower: {self._why_left}"
+                what = (
+                    "layers are computed step by step"
+                    if self._steps
+                    else "torch computes norms, rotary embedding and routers"
                 )
+                self._notify(f"{what}, which is slower: {self._why_left}")
                 self._why_left = ""
             recording.checked_again_at = _CHECKED_AGAIN * position
             # The replay's keys, values and logits, as for every later token: so an answer does not depend on
@@ -570,13 +573,14 @@ class GraphDecoder:
         self._graphs = None
 
     def _left_steps(self, why: str) -> bool:
-        """Record the next token without our kernels for norms and the like, if it was with them.
+        """Record the next token with fewer of our kernels, if it was with any: first without whole layers,
+        then without norms and the like.
 
         The user hears of it once that has helped.
         """
         if not self._steps:
             return False
-        self._steps, self._why_left = FusedSteps(), why
+        self._steps, self._why_left = self._steps.fewer(), why
         self._forget()
         return True
 

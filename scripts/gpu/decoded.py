@@ -4,6 +4,7 @@ One shape with a third of its layers, so that loading takes seconds: with half o
 half and the GPU running ahead of the host, and with all. Each way is loaded in turns:
 
     now        as everybody gets it
+    steps      layers computed step by step: norms, rotary embedding and routers in a launch each
     python     layers launched from Python, by the driver
     plain      kernels of experts launched by Triton; norms, rotary embedding and routers by torch
 """
@@ -25,9 +26,8 @@ import moechat
 from gpu.record import Cell, Say
 from moechat.bench.synthetic_models import load_shape, synthetic_store
 from moechat.config import RUN_AHEAD_VARIABLE
-from moechat.offload import gpu_clocks
+from moechat.offload import fused_steps, gpu_clocks
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.fused_steps import FusedSteps
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.kernels.quick_launch import QuickKernel
 from moechat.offload.launched_layers import LaunchedLayers
@@ -39,7 +39,7 @@ _CONTEXT = 512
 _ROUNDS = 2
 # Share of the pages, and MOECHAT_RUN_AHEAD.
 _CASES = {"half": (0.5, None), "half, ahead": (0.5, "1"), "all": (1.0, None)}
-_WAYS = ("now", "python", "plain")
+_WAYS = ("now", "steps", "python", "plain")
 # What has to be at work.
 _WANTED = {"half": ("graphs",), "half, ahead": ("graphs", "ahead"), "all": ("graphs", "ahead", "two_graphs")}
 
@@ -66,10 +66,11 @@ def compared(gpu: Accelerator, work: Path, case: str, say: Say) -> dict[str, Any
     for way, taken in times.items():
         found[way]["token_ms"] = 1e3 * statistics.median(taken)
         found[way]["token_ms_range"] = [1e3 * min(taken), 1e3 * max(taken)]
-    now, python, plain = (found[way]["token_ms"] for way in _WAYS)
+    now, steps, python, plain = (found[way]["token_ms"] for way in _WAYS)
     return {
         "ok": all(found["now"][name] for name in _WANTED[case]),
         "faster": plain / now,
+        "faster_than_steps": steps / now,
         "faster_than_python": python / now,
         "layers": len(store.layers),
         "ways": found,
@@ -81,9 +82,10 @@ def _way(way: str, ahead: str | None) -> Iterator[None]:
     plain = way == "plain"
     with (
         patch.dict(os.environ, {} if ahead is None else {RUN_AHEAD_VARIABLE: ahead}),
-        patch.object(LaunchedLayers, "of", lambda *_: None) if way != "now" else nullcontext(),
+        patch.object(LaunchedLayers, "of", lambda *_: None) if way in ("python", "plain") else nullcontext(),
+        patch.object(fused_steps, "recognise_layers", lambda *_: {}) if way == "steps" else nullcontext(),
         patch.object(QuickKernel, "of", lambda _: None) if plain else nullcontext(),
-        patch.object(FusedSteps, "over", lambda _: nullcontext()) if plain else nullcontext(),
+        patch.object(fused_steps.FusedSteps, "over", lambda _: nullcontext()) if plain else nullcontext(),
     ):
         yield
 
@@ -174,6 +176,8 @@ def table(cells: dict[str, Any]) -> str:
                 + (f"; us: {clocks}" if clocks else "")
             )
         if "faster" in found:
-            python = found["faster_than_python"]
-            lines.append(f"{case}: {found['faster']:.2f} times as fast as plain, {python:.2f} as from Python")
+            lines.append(
+                f"{case}: {found['faster']:.2f} times as fast as plain, {found['faster_than_python']:.2f} as "
+                f"from Python, {found['faster_than_steps']:.2f} as step by step"
+            )
     return "\n".join(lines)

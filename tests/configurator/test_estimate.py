@@ -95,9 +95,9 @@ def test_near_ram_by_hand() -> None:
 def test_near_gpu_by_hand() -> None:
     costs = costs_of(PC, SHAPE, near="gpu", context=1000)
     # A copy of 1 MB takes 50 us besides its bytes at 20 GB/s.
-    # 0.9 of 500 GB/s; 19 kernels of a graph, its call and start; the choice, the host wakes up and decides.
+    # 0.9 of 500 GB/s; 9 kernels of a graph, its call and start; the choice, the host wakes up and decides.
     choice = 50e-6 + 3e-6 + 30e-6
-    assert costs.attention == pytest.approx(49.5 * MB / (450 * GB) + 19 * 1.9e-6 + 12e-6 + choice)
+    assert costs.attention == pytest.approx(49.5 * MB / (450 * GB) + 9 * 1.9e-6 + 12e-6 + choice)
     # Lists and the launch; 0.8 of 500 GB/s, the kernel and the sum: the host is done before.
     assert costs.moe == pytest.approx(6e-6 + 8.9e-6 + 30 * MB / (400 * GB) + 3e-6 + 3e-6)
     assert costs.head == pytest.approx(18 * MB / (450 * GB) + 6 * 1.9e-6 + 12e-6 + choice - 30e-6 + 200e-6)
@@ -261,8 +261,8 @@ def test_reference_machines_give_plausible_times_and_no_measured_ones(name: str)
     near: Any = "ram" if profile.gpu is None else "gpu"
     found = cost_figures(profile, MIXTRAL, near=near)
     assert not found.measured
-    # All of Mixtral at 4 bits is 7.3 GB a token: 1 to 100 tokens a second if it were near.
-    assert 1 < 1 / resident(found) < 100
+    # All of Mixtral at 4 bits is 7.3 GB a token if it were near, and memory has 20 to 1,800 GB/s.
+    assert 1 < 1 / resident(found) < 200
     assert 1e-3 < found.costs.load < 0.3
     assert costs_of(profile, MIXTRAL, near="ram").compute_far == math.inf
     if near == "gpu":

@@ -37,9 +37,9 @@ MEASURED = replace(
 
 def test_costs_rest_on_measured_figures_by_hand() -> None:
     costs = cost_figures(replace(PC, gpu=MEASURED), SHAPE, near="gpu", context=1000).costs
-    # 16-bit weights; a graph of 19 kernels, its start, the round trip, the host's decision.
+    # 16-bit weights; a graph of 9 kernels, its start, the round trip, the host's decision.
     dense = 45e6 + 9e6 / 2
-    assert costs.attention == pytest.approx(dense / (460 * GB) + 19 * 1.5e-6 + 12e-6 + 12e-6 + 30e-6)
+    assert costs.attention == pytest.approx(dense / (460 * GB) + 9 * 1.5e-6 + 12e-6 + 12e-6 + 30e-6)
     # Half of the measured call for the kernel, half for the sum.
     reading = 3 * 10e6 / (380 * GB)
     assert costs.moe == pytest.approx(6e-6 + 16.5e-6 + 4e-6 + reading + 3e-6 + 3e-6)

@@ -112,7 +112,7 @@ def test_ways_to_decode_a_token_are_compared(gpu, tmp_path, monkeypatch):
         monkeypatch.setattr(decoded, name, count)
     turns = []
     half = decoded.compared(gpu, tmp_path, "half", turns.append)
-    assert turns == [f"half: round 1, {way}" for way in ("now", "python", "plain")]
+    assert turns == [f"half: round 1, {way}" for way in ("now", "steps", "python", "plain")]
     assert half["ok"], half
     for one in half["ways"].values():
         assert one["token_ms"] > 0

@@ -21,19 +21,21 @@ from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
     launch,
+    layer_steps,
     packed_linear,
+    routing,
     steps,
 )
 
 SCALARS = {
     "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
-    "eps": "fp32", "offset": "fp32",
+    **dict.fromkeys(("eps", "offset", "q_eps", "k_eps", "q_offset", "k_offset"), "fp32"),
     **dict.fromkeys(
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "super_at", "place",
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
          "tail_head", "keys_head", "values_head", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
-         "k_head", "k_token"), "i32"
+         "k_head", "k_token", "rows_0", "rows_1", "rows_2", "kv_heads"), "i32"
     ),
 }  # fmt: skip
 POINTERS = {
@@ -42,7 +44,7 @@ POINTERS = {
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
 EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
-EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token")
+EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token", "rows_0", "rows_1", "rows_2")
 # Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
 ATTENTION = {
     "mixtral": (8, 4, 128, 128, {}),
@@ -163,10 +165,15 @@ def compile_steps(names, capabilities, dtype, results):
         correction = torch.zeros(experts) if corrected else None
         rule = Rule(scoring, chosen, correction, True, 1.0, (0, 1, 2), kind, kind)
         norm = Norm(1e-6, 0.0, round_first=True)
-        for plan in steps.launches(norm, columns, head, rule, experts, kind):
+        rows = (4 * columns, columns // 2, columns // 2)
+        for plan in (
+            *steps.launches(norm, columns, head, kind),
+            *routing.launches(rule, columns, experts, kind),
+            *layer_steps.launches(columns, rows, head, norm, kind, has_bias=name == "gpt-oss"),
+        ):
             built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability)
             found = {**sizes_of(built), **registers_of(built)}
-            results[f"{plan.kernel.__name__} sm_{capability} {name}"] = found
+            results[f"{plan.kernel.__name__} {len(results)} sm_{capability} {name}"] = found
 
 
 def main() -> None:

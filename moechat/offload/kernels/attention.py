@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from moechat.budget.gpu_sizes import ATTENTION_PROGRAMS, ATTENTION_SUMS
 from moechat.models.packed_rows import ROW_TYPE, row_bytes
 from moechat.offload.kernels import triton_attention
-from moechat.offload.kernels.launch import Kernel
+from moechat.offload.kernels.launch import POINTERS, Kernel
 
 INTERPRETED = isinstance(triton_attention.attend, InterpretedFunction)
 # Most query tokens of a pass.
@@ -34,7 +34,6 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 _PRODUCTS = 2048
 _AT_ONCE = 16
 _LOG2_E = 1.4426950408889634
-_NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
 @dataclass(frozen=True)
@@ -368,7 +367,7 @@ def launches(
         sinks: Heads have sinks.
     """
     launch = Launch.of(shape, tokens, tensor_cores=tensor_cores)
-    name, stored = _NAMES[shape.dtype], "*u8" if shape.packed else _NAMES[shape.dtype]
+    name, stored = POINTERS[shape.dtype], "*u8" if shape.packed else POINTERS[shape.dtype]
     rows = dict.fromkeys(("keys", "tails", "values"), stored)
     return [
         Kernel(

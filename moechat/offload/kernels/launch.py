@@ -98,6 +98,10 @@ class Shape:
         return cls(tokens, 64, dot=1, warps=4, splits=1)
 
 
+# Triton's types of pointers.
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One kernel as it is built for a kind of expert, or of dense layer: what the compiler has to know.
@@ -126,12 +130,14 @@ def launches(geometry: ExpertGeometry, most_items: int, dtype: str) -> list[Kern
     kind = getattr(torch, dtype)
     kernels = BlockKernels(geometry, torch.device("cpu"))
     shape = Shape.of(geometry, most_items, most_items, {kind, *kernels.weights})
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-    activations = names[kept_type(shape, kind)]
+    activations = POINTERS[kept_type(shape, kind)]
     combine = Kernel(
-        triton_blocks.combine, kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS
+        triton_blocks.combine,
+        kernels.combined(shape, 2, others=True),
+        {"out": POINTERS[kind]},
+        _COMBINED_WARPS,
     )
-    types = {"x": names[kind], "activations": activations}
+    types = {"x": POINTERS[kind], "activations": activations}
     if shape.dot == 0:
         return [Kernel(kernels.few.blocks, kernels.blocks(shape), types, shape.warps), combine]
     return [

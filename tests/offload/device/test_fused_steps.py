@@ -42,9 +42,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return AutoModelForCausalLM.from_config(config_of(family)).to(dtype).eval()
 
 
-def load(model: Path, gpu):
+def load(model: Path, gpu, **more):
     offload = OffloadOptions(accelerator=gpu)
-    return moechat.load(model, device="cuda", offload=offload, ctx=64, vram="1G", system="moepic")
+    return moechat.load(model, device="cuda", offload=offload, ctx=64, vram="1G", system="moepic", **more)
 
 
 def feed(engine, passes, cache=None):

@@ -1,0 +1,273 @@
+"""Decoder layers made of known parts only, recognised while the model is on the CPU.
+
+A layer is recognised in three steps: its norms, rotary embedding and router each by their results, its code
+by the names that it uses (:mod:`moechat.models.decode.wiring`), and the whole by its result for random
+tokens. There stand-ins take the place of projections and experts, so that it does not matter how and where
+these keep their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from moechat.models.cache_layers import ReservedLayer
+from moechat.models.decode.norms import Norm
+from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.rotary import Rotate, rotated_width
+from moechat.models.decode.routers import Rule
+from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
+from moechat.models.skeleton import EXPERTS_RUNNER
+
+_PROBES = 3
+_PROBE_KEYS = 5
+
+
+@dataclass(frozen=True)
+class PlainLayer:
+    """A decoder layer: grouped-query attention and a feed-forward part, each behind a norm.
+
+    Attributes:
+        wiring: Its modules.
+        before: What ``wiring.before`` computes.
+        after: What ``wiring.after`` computes.
+        head_norms: Norms of each query and each key before their rotation, or ``None``.
+        rotate: The family's function.
+        kinds: Of its angles; see :func:`moechat.models.decode.rotary.rotated_width`.
+        heads: Of queries.
+        kv_heads: Of keys and of values.
+        dim: Elements of a head.
+        scaling: Factor of the scores.
+        index: Of the layer in the attention cache.
+    """
+
+    wiring: Wiring
+    before: Norm
+    after: Norm
+    head_norms: tuple[Norm, Norm] | None
+    rotate: Rotate
+    kinds: Collection[str]
+    heads: int
+    kv_heads: int
+    dim: int
+    scaling: float
+    index: int
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """A further score of each head, ``[heads]``."""
+        sinks: torch.Tensor | None = self.wiring.attention._parameters.get("sinks")
+        return sinks
+
+
+def find_plain_layer(
+    layer: Any,
+    norms: Mapping[nn.Module, Norm],
+    routers: Collection[nn.Module],
+    rotary: Mapping[nn.Module, Any],
+) -> PlainLayer | None:
+    """The parts of a layer; ``None`` if they are not known. It still has to be tried: :func:`agrees`.
+
+    Args:
+        layer: Any module.
+        norms: Those of the model that are known.
+        routers: Likewise.
+        rotary: Attention modules with a known rotary embedding, and replacements of it as
+            :func:`moechat.models.decode.rotary.native_rotary` returns them.
+    """
+    wiring = recognise_wiring(layer, lambda module: module in routers)
+    if wiring is None or not wiring.plain_attention():
+        return None
+    attention = wiring.attention
+    if "forward" in vars(attention) or "forward" in vars(wiring.mlp):
+        return None
+    known = norms.get(wiring.before), norms.get(wiring.after)
+    rotate = rotary.get(attention)
+    if known[0] is None or known[1] is None or rotate is None:
+        return None
+    dim, scaling, index = (getattr(attention, name, None) for name in ("head_dim", "scaling", "layer_idx"))
+    if type(dim) is not int or type(scaling) is not float or type(index) is not int:
+        return None
+    projections: list[Any] = [getattr(attention, name, None) for name in PROJECTIONS]
+    if not all(hasattr(one, "in_features") and hasattr(one, "out_features") for one in projections):
+        return None
+    query, key, value, output = projections
+    heads, kv_heads = query.out_features // dim, key.out_features // dim
+    sizes = (query.out_features, key.out_features, value.out_features, output.in_features)
+    if (
+        not kv_heads
+        or heads % kv_heads
+        or sizes != (heads * dim, kv_heads * dim, kv_heads * dim, heads * dim)
+    ):
+        return None
+    modules = [getattr(attention, name, None) for name in HEAD_NORMS]
+    found = [norms.get(module) for module in modules if module is not None]
+    if len(found) not in (0, 2) or None in found:
+        return None
+    if any(module is not None and module.weight.shape != (dim,) for module in modules):
+        return None
+    head_norms = (found[0], found[1]) if found else None
+    kinds = rotate.__dict__["kinds"]
+    return PlainLayer(
+        wiring,
+        known[0],
+        known[1],
+        head_norms,  # type: ignore[arg-type]
+        rotate.__dict__["own"],
+        kinds,
+        heads,
+        kv_heads,
+        dim,
+        scaling,
+        index,
+    )
+
+
+def agrees(layer: Any, plain: PlainLayer, rule: Rule | None, angles: int) -> bool:
+    """Whether a layer has the results of its parts, but for rounding, for random tokens.
+
+    Args:
+        layer: The layer.
+        plain: Its parts.
+        rule: Of its router, if it has only a router and experts.
+        angles: Number of rotary angles per token in the model.
+    """
+    weight = plain.wiring.before.weight
+    assert isinstance(weight, torch.Tensor)
+    dtype, hidden_size = weight.dtype, weight.shape[0]
+    if dtype not in ELEMENTS or not rotated_width(plain.kinds, plain.dim, angles):
+        return False
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    with probing() as generator, _stand_ins(plain, normal) as stand_in:
+        cache: Any = DynamicCache()
+        cache.layers = [ReservedLayer(_PROBE_KEYS + _PROBES) for _ in range(plain.index + 1)]
+        kept: tuple[torch.Tensor, torch.Tensor] = (
+            normal(1, plain.kv_heads, _PROBE_KEYS, plain.dim),
+            normal(1, plain.kv_heads, _PROBE_KEYS, plain.dim),
+        )
+        cache.layers[plain.index].update(*kept)
+        for _ in range(_PROBES):
+            hidden, angle = normal(1, 1, hidden_size), torch.rand(angles, generator=generator) * 6
+            turns = angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype)
+            try:
+                theirs = layer.forward(
+                    hidden.clone(), attention_mask=None, past_key_values=cache, position_embeddings=turns
+                )
+                ours, kept, normed = _computed(plain, hidden, turns, kept, stand_in.answer)
+            except Exception:  # the family's code needs more than the probe has
+                return False
+            slot = cache.layers[plain.index]
+            if not isinstance(theirs, torch.Tensor) or not stand_in.seen:
+                return False
+            x, *choice = stand_in.seen
+            pairs = [
+                (theirs, ours),
+                (slot.keys, kept[0]),
+                (slot.values, kept[1]),
+                (x.view_as(normed), normed),
+            ]
+            if not all(close(found, wanted) for found, wanted in pairs):
+                return False
+            if rule is not None:
+                # Of the experts' own inputs: one of two that nearly tie may be chosen for other rounding.
+                assert plain.wiring.router is not None
+                made = plain.wiring.router(x)
+                wanted = [made[rule.order[2]], made[rule.order[1]]]
+                if len(choice) != 2 or not all(map(torch.equal, choice, wanted)):
+                    return False
+    return True
+
+
+def _computed(
+    plain: PlainLayer,
+    hidden: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
+    kept: tuple[torch.Tensor, torch.Tensor],
+    answer: torch.Tensor,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The layer's result, its keys and values, and the inputs of its feed-forward part, from its parts."""
+    wiring, attention = plain.wiring, plain.wiring.attention
+    normed = plain.before.apply(hidden, _weight(wiring.before))
+    states = [
+        getattr(attention, name)(normed).view(1, 1, -1, plain.dim).transpose(1, 2) for name in PROJECTIONS[:3]
+    ]
+    if plain.head_norms is not None:
+        for place, (name, norm) in enumerate(zip(HEAD_NORMS, plain.head_norms, strict=True)):
+            states[place] = norm.apply(states[place], _weight(getattr(attention, name)))
+    states[:2] = plain.rotate(*states[:2], *turns)
+    query, keys, values = states[0], *(torch.cat(pair, dim=2) for pair in zip(kept, states[1:], strict=True))
+    group = plain.heads // plain.kv_heads
+    scores = query.float() @ keys.float().repeat_interleave(group, 1).transpose(2, 3) * plain.scaling
+    if plain.sinks is not None:
+        scores = torch.cat([scores, plain.sinks.float().view(1, -1, 1, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    attended = (weights @ values.float().repeat_interleave(group, 1)).to(hidden.dtype)
+    hidden = hidden + attention.o_proj(attended.transpose(1, 2).reshape(1, 1, -1))
+    return hidden + answer, (keys, values), plain.after.apply(hidden, _weight(wiring.after))
+
+
+def _weight(norm: nn.Module) -> torch.Tensor:
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+class _StandIn(nn.Module):
+    """Takes the place of the experts, or of the feed-forward part.
+
+    Attributes:
+        answer: What it returns.
+        seen: Its last arguments.
+    """
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+        self.seen: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
+        self.seen = (x, *choice)
+        return self.answer.view_as(x)
+
+
+@contextmanager
+def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterator[_StandIn]:
+    """Replace the projections of a layer, and its experts or its feed-forward part, in the block."""
+    wiring, attention = plain.wiring, plain.wiring.attention
+    before, width = {name: attention._modules[name] for name in PROJECTIONS}, _weight(wiring.before).shape[0]
+    experts, mlp = wiring.experts, wiring.mlp
+    runner = None if experts is None else vars(experts).get(EXPERTS_RUNNER)
+    stand_in = _StandIn(normal(1, 1, width))
+    try:
+        for name, own in before.items():
+            attention._modules[name] = _projection(own, normal)
+        if experts is None:
+            mlp.__dict__["forward"] = stand_in.forward
+        else:
+            vars(experts)[EXPERTS_RUNNER] = stand_in
+        yield stand_in
+    finally:
+        attention._modules.update(before)
+        if experts is None:
+            del mlp.__dict__["forward"]
+        else:
+            vars(experts)[EXPERTS_RUNNER] = runner
+
+
+def _projection(own: Any, normal: Callable[..., torch.Tensor]) -> nn.Linear:
+    rows, cols = own.out_features, own.in_features
+    made = nn.Linear(cols, rows, bias=own.bias is not None, device="meta")
+    weight = normal(rows, cols) / cols**0.5
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if own.bias is not None:
+        made.bias = nn.Parameter(normal(rows), requires_grad=False)
+    return made

@@ -1,0 +1,213 @@
+"""Triton kernels of a layer for one token: products of several matrices at once, and what becomes of heads.
+
+They compute in float32 and round where the families round. Launched by
+:mod:`moechat.offload.kernels.layer_steps`, which gives the meaning of the arguments.
+"""
+
+# Triton reads annotations as types of its own, and its functions are not functions to a type checker.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, index"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _terms(x, starts, column, inside, there, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LANE: tl.constexpr):
+    """Sums of ``LANE`` neighbouring products of each row, which one thread reads: ``[ROWS, parts]``."""
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(starts + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+    return tl.sum(tl.reshape(weights * values[None, :], [ROWS, AT_ONCE // LANE, LANE]), axis=2)
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    program,
+    rows,
+    COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LANE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """``ROWS`` outputs of a matrix. All threads share the rows, so that each reads the inputs once."""
+    row = program * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    starts = weight + row.to(tl.int64)[:, None] * COLUMNS
+    column = tl.arange(0, AT_ONCE)
+    sums = tl.zeros([ROWS, AT_ONCE // LANE], dtype=tl.float32)
+    # Whole tiles need no mask for their columns.
+    WHOLE: tl.constexpr = COLUMNS // AT_ONCE * AT_ONCE
+    for first in range(0, WHOLE, AT_ONCE):
+        sums += _terms(x, starts, first + column, column >= 0, there[:, None], ROWS, AT_ONCE, LANE)
+    if WHOLE < COLUMNS:
+        last = WHOLE + column
+        sums += _terms(x, starts, last, last < COLUMNS, there[:, None], ROWS, AT_ONCE, LANE)
+    total = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def products(
+    x,
+    matrix_0,
+    matrix_1,
+    matrix_2,
+    bias_0,
+    bias_1,
+    bias_2,
+    out,
+    rows_0,
+    rows_1,
+    rows_2,
+    COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LANE: tl.constexpr,
+    ROWS: tl.constexpr,
+    MATRICES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Products of one row with up to three matrices, their results in a row. Program (part of the rows)."""
+    program = tl.program_id(0)
+    firsts = tl.cdiv(rows_0, ROWS)
+    if MATRICES == 1:
+        _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+    else:
+        seconds = tl.cdiv(rows_1, ROWS)
+        if program < firsts:
+            _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+        elif program < firsts + seconds:
+            to = out + rows_0
+            _product(
+                x, matrix_1, bias_1, to, program - firsts, rows_1, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
+            )
+        else:
+            to = out + rows_0 + rows_1
+            after = program - firsts - seconds
+            _product(x, matrix_2, bias_2, to, after, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+
+
+@triton.jit
+def _turned(
+    x,
+    weight,
+    cos,
+    sin,
+    out,
+    eps,
+    offset,
+    DIM: tl.constexpr,
+    ANGLES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """One head, normed if ``NORMED``; its first ``WIDTH`` elements are rotated, the others copied."""
+    HALF: tl.constexpr = WIDTH // 2
+    # Where the second element of a pair has its angle: it has one of its own, or shares that of the first.
+    SECOND: tl.constexpr = HALF if ANGLES == WIDTH else 0
+    pair = tl.arange(0, HALF_PADDED)
+    inside = pair < HALF
+    rest = WIDTH + tl.arange(0, REST_PADDED)
+    behind = rest < DIM
+    kind = out.dtype.element_ty
+    first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(x + rest, mask=behind, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first + second * second, axis=0) + tl.sum(others * others, axis=0)
+        factor = tl.rsqrt(squares / DIM + eps)
+        first = _scaled(first * factor, weight + pair, offset, inside, kind, ROUND_FIRST)
+        second = _scaled(second * factor, weight + HALF + pair, offset, inside, kind, ROUND_FIRST)
+        others = _scaled(others * factor, weight + rest, offset, behind, kind, ROUND_FIRST)
+    first_cos = tl.load(cos + pair, mask=inside, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + SECOND + pair, mask=inside, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + SECOND + pair, mask=inside, other=0.0).to(tl.float32)
+    # Each product is rounded, as in the families' functions.
+    low = (first * first_cos).to(kind).to(tl.float32) - (second * first_sin).to(kind).to(tl.float32)
+    high = (second * second_cos).to(kind).to(tl.float32) + (first * second_sin).to(kind).to(tl.float32)
+    tl.store(out + pair, low.to(kind), mask=inside)
+    tl.store(out + HALF + pair, high.to(kind), mask=inside)
+    if WIDTH < DIM:
+        tl.store(out + rest, others.to(kind), mask=behind)
+
+
+@triton.jit
+def _scaled(x, weight, offset, inside, kind: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """Normed elements times the weights, rounded as the norm's module rounds them."""
+    if ROUND_FIRST:
+        x = x.to(kind).to(tl.float32)
+    factor = offset + tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return (factor * x).to(kind).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["place", "q_heads", "kv_heads"])
+def heads(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    q_out,
+    keys,
+    values,
+    numbers,
+    place,
+    keys_head,
+    values_head,
+    q_heads,
+    kv_heads,
+    q_eps,
+    k_eps,
+    q_offset,
+    k_offset,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ANGLES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
+    Q_ROUND_FIRST: tl.constexpr,
+    K_ROUND_FIRST: tl.constexpr,
+    PLACED: tl.constexpr,
+):
+    """Norms and rotates a token's queries and keys; writes keys and values to their slot.
+
+    Unless ``PLACED``, keys alone are written, one behind the other.
+
+    Program: a head of queries, of keys, or of values.
+    """
+    head = tl.program_id(0)
+    if head < q_heads:
+        at = head * DIM
+        _turned(
+            q + at, q_weight, cos, sin, q_out + at, q_eps, q_offset, DIM, ANGLES, WIDTH, HALF_PADDED,
+            REST_PADDED, NORMED, Q_ROUND_FIRST,
+        )  # fmt: skip
+    else:
+        slot = tl.load(numbers + 1 + place)
+        if not PLACED:
+            slot = slot * 0
+        head -= q_heads
+        if head < kv_heads:
+            to = keys + head.to(tl.int64) * keys_head + slot * DIM
+            _turned(
+                k + head * DIM, k_weight, cos, sin, to, k_eps, k_offset, DIM, ANGLES, WIDTH, HALF_PADDED,
+                REST_PADDED, NORMED, K_ROUND_FIRST,
+            )  # fmt: skip
+        else:
+            head -= kv_heads
+            d = tl.arange(0, PADDED)
+            to = values + head.to(tl.int64) * values_head + slot * DIM
+            tl.store(to + d, tl.load(v + head * DIM + d, mask=d < DIM, other=0.0), mask=d < DIM)
