@@ -27,6 +27,8 @@ from moechat.models.skeleton import EXPERTS_RUNNER
 
 _PROBES = 3
 _PROBE_KEYS = 5
+# Of a stand-in for a projection: a prime, so that no two heads have the same rows.
+_FEW_ROWS = 61
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
     stand_in = _StandIn(normal(1, 1, width))
     try:
         for name, own in before.items():
-            attention._modules[name] = _projection(own, normal)
+            attention._modules[name] = _Projection(own, normal)
         if experts is None:
             mlp.__dict__["forward"] = stand_in.forward
         else:
@@ -263,11 +265,22 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
             vars(experts)[EXPERTS_RUNNER] = runner
 
 
-def _projection(own: Any, normal: Callable[..., torch.Tensor]) -> nn.Linear:
-    rows, cols = own.out_features, own.in_features
-    made = nn.Linear(cols, rows, bias=own.bias is not None, device="meta")
-    weight = normal(rows, cols) / cols**0.5
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if own.bias is not None:
-        made.bias = nn.Parameter(normal(rows), requires_grad=False)
-    return made
+class _Projection(nn.Module):
+    """Takes the place of a projection: its rows are multiples of a few random ones, so that it costs little.
+
+    Args:
+        own: The projection.
+        normal: Makes random numbers.
+    """
+
+    def __init__(self, own: Any, normal: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = own.in_features, own.out_features
+        self._few = normal(_FEW_ROWS, own.in_features) / own.in_features**0.5
+        self._row = torch.arange(own.out_features) % _FEW_ROWS
+        self._factor = normal(own.out_features)
+        self._bias = normal(own.out_features) if own.bias is not None else torch.zeros_like(self._factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = (x @ self._few.T)[..., self._row] * self._factor + self._bias
+        return made
