@@ -96,13 +96,14 @@ class TokenChooser:
     def __init__(self, settings: AnswerSettings) -> None:
         self._settings = settings
         self._sampler = Sampler(settings.sampling, settings.seed, settings.bias)
+        self._memory: torch.Tensor | None = None
 
     def choose(self, history: torch.Tensor, logits: torch.Tensor) -> Step:
         """Choose the next token.
 
         Args:
             history: int64 ``[1, tokens]``, prompt and answer so far.
-            logits: ``[vocab]`` after the last token, on the CPU.
+            logits: ``[vocab]`` after the last token.
 
         Returns:
             A step without text.
@@ -110,16 +111,31 @@ class TokenChooser:
         Raises:
             MoechatError: The logits are not finite, or the grammar cannot go on.
         """
+        logits = self._on_host(logits)
         constraint = self._settings.constraint
         token = self._sampler.draw(history, logits, None if constraint is None else constraint.forbidden())
         if constraint is not None:
             constraint.accept(token)
         if self._settings.logprobs is None:
             return Step("", token)
-        logprobs = logits.detach().float().log_softmax(-1)
+        logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._settings.logprobs, len(logprobs)))
         top = tuple(map(TokenLogprob, ids.tolist(), values.tolist()))
         return Step("", token, logprob=float(logprobs[token]), top_logprobs=top)
+
+    def _on_host(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits in float32, in memory that the next token's overwrite.
+
+        New memory of this size would come from the system for every token, page by page, which takes longer
+        than the rest. A GPU converts them, and copies them to pinned memory without staging.
+        """
+        logits = logits.detach()
+        if logits.is_cpu and logits.dtype is torch.float32:
+            return logits
+        if self._memory is None or self._memory.shape != logits.shape:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(logits.shape, dtype=torch.float32, pin_memory=not logits.is_cpu)
+        return self._memory.copy_(logits)
 
     @property
     def complete(self) -> bool:

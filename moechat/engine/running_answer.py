@@ -210,7 +210,7 @@ class Answer:
         pending, self._pending = self._pending, None
         assert pending is not None
         begun = time.perf_counter()
-        chosen = self._chooser.choose(self._history, pending.logits.cpu())
+        chosen = self._chooser.choose(self._history, pending.logits)
         now = time.perf_counter()
         self._first = self._first or now
         self._drawn += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -158,14 +159,38 @@ def test_logits_that_are_not_finite_are_refused_and_minus_infinity_is_never_draw
         for temperature in (1.0, 0.0) if bad != bad else (1.0,):
             with pytest.raises(MoechatError, match="not finite"):
                 Sampler(SamplingSettings(temperature=temperature), 0).draw(HISTORY, logits)
-    barred = torch.full((300,), -float("inf"))
-    barred[[7, 290]] = 0.0
-    for settings in (
-        SamplingSettings(temperature=1.0),
-        SamplingSettings(temperature=1.0, top_k=5, top_p=0.9),
-    ):
-        sampler = Sampler(settings, 0)
-        assert {sampler.draw(HISTORY, barred) for _ in range(60)} == {7, 290}
+    for size in (300, 3000):
+        barred = torch.full((size,), -float("inf"))
+        barred[[7, size - 10]] = 0.0
+        for settings in (
+            SamplingSettings(temperature=1.0),
+            SamplingSettings(temperature=1.0, top_k=5, top_p=0.9),
+            SamplingSettings(temperature=1.0, top_k=5),
+        ):
+            sampler = Sampler(settings, 0)
+            assert {sampler.draw(HISTORY, barred) for _ in range(60)} == {7, size - 10}
+
+
+@pytest.mark.parametrize("size", [40, 1024, 5000])
+def test_of_equal_logits_top_k_keeps_all_that_equal_its_last(size: int) -> None:
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)).clamp(max=0.0)
+    equal = [0, 15, 16, size // 2, size - 1]
+    logits[equal] = 2.0
+    logits[3] = 3.0
+    for top_k, kept in ((1, {3}), (2, {3, *equal}), (6, {3, *equal})):
+        sampler = Sampler(SamplingSettings(temperature=1.0, top_k=top_k), 0)
+        assert {sampler.draw(HISTORY, logits) for _ in range(200)} == kept
+
+
+def test_a_flat_distribution_has_a_nucleus_too() -> None:
+    """Of tokens of which the likeliest hardly matter."""
+    logits = torch.zeros(200_000)
+    logits[5] = 9.0
+    drawn = [_native.sample(logits.numpy(), 1.0, 0, 0.9, 0.0, (place + 0.5) / 500) for place in range(500)]
+    kept = 0.9 * (200_000 - 1 + math.exp(9.0))
+    assert drawn == sorted(drawn)
+    assert max(drawn) == pytest.approx(kept - math.exp(9.0), rel=0.005)
+    assert drawn.count(5) == pytest.approx(500 * math.exp(9.0) / kept, abs=1)
 
 
 def test_of_equal_logits_greedy_takes_the_first() -> None:
