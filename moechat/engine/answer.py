@@ -134,7 +134,7 @@ class TokenChooser:
             return logits
         if self._memory is None or self._memory.shape != logits.shape:
             with torch.inference_mode(False):
-                self._memory = torch.empty(logits.shape, dtype=torch.float32, pin_memory=not logits.is_cpu)
+                self._memory = _host_memory(logits.shape, pinned=not logits.is_cpu)
         return self._memory.copy_(logits)
 
     @property
@@ -142,6 +142,13 @@ class TokenChooser:
         """The grammar allows no further token."""
         constraint = self._settings.constraint
         return constraint is not None and constraint.finished
+
+
+def _host_memory(shape: torch.Size, *, pinned: bool) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
+    except RuntimeError:  # the experts may have taken all that the system lets be pinned
+        return torch.empty(shape, dtype=torch.float32)
 
 
 class AnswerText:
