@@ -6,7 +6,9 @@ A test runs the same code without a GPU by replacing methods of this class.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -247,14 +249,17 @@ class Accelerator:
         """Reset :meth:`peak_bytes`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def warm(self, launch: Callable[[], None]) -> None:
+    def warm(self, launches: Sequence[Callable[[], None]]) -> None:
         """Build kernels by launching them, before the first answer needs them.
 
         Raises:
             DeviceUnavailableError: They cannot be built.
         """
         try:
-            launch()
+            if not self._launched_together(launches):
+                # One after the other: where threads were the reason, this helps, else it says why.
+                for launch in launches:
+                    launch()
             self.finish_stream()
         except torch.OutOfMemoryError:
             raise
@@ -263,6 +268,23 @@ class Accelerator:
                 f"Triton cannot build the kernels: {type(error).__name__}: {error}",
                 hint="it needs a C compiler and Python's headers: gcc and python3-dev, say, or CC",
             ) from error
+
+    def _launched_together(self, launches: Sequence[Callable[[], None]]) -> bool:
+        """Whether all were launched, each by a thread: Triton's compiler works most of its time without
+        Python's lock, so that as many kernels are built at once as there are cores.
+        """
+        inference = torch.is_inference_mode_enabled()
+
+        def run(launch: Callable[[], None]) -> None:
+            with self.active(), torch.inference_mode(inference):
+                launch()
+
+        pool = ThreadPoolExecutor(max(1, min(len(launches), os.cpu_count() or 1)), "moechat-build")
+        try:
+            futures = [pool.submit(run, launch) for launch in launches]
+            return all(future.exception() is None for future in futures)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def before_kernels(self) -> None:
         """Hook before the launch of kernels that read pages."""

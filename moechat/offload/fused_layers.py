@@ -12,13 +12,15 @@ Only while a pass is recorded; see :mod:`moechat.offload.fused_steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from moechat.models.cache_memory import Place
 from moechat.models.decode.angles import angle_counts
 from moechat.models.decode.layer_check import layer_kind
 from moechat.models.decode.norms import Norm
@@ -29,7 +31,7 @@ from moechat.models.decode.routers import Rule
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, only_calls_layers, only_known_arguments
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.gpu_layer import GpuExpertLayer
-from moechat.offload.kernels import layer_steps, steps
+from moechat.offload.kernels import layer_steps, routing, steps
 from moechat.offload.kernels.attention import AttentionShape, CacheAttention
 from moechat.offload.replay_cache import ReplayCache, ReplayLayer
 
@@ -76,11 +78,13 @@ class FusedLayer:
         plain: Its parts.
         router: What ``plain.wiring.router`` computes, if it has one.
         adds_later: What reads its result next is a kernel of ours that adds it up.
+        angles: Number of rotary angles per token.
     """
 
     plain: PlainLayer
     router: KnownRouter | None
     adds_later: bool
+    angles: int
 
 
 class Sums:
@@ -178,7 +182,7 @@ def recognise_layers(
     if only_calls_layers(base):
         follows = dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True))
     return {
-        layer: FusedLayer(plain, router, adds_later=follows.get(layer) in known)
+        layer: FusedLayer(plain, router, adds_later=follows.get(layer) in known, angles=angles)
         for layer, (plain, router) in found.items()
     }
 
@@ -201,7 +205,7 @@ def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., An
             or not _serves(plain, place, hidden_states, angles)
         ):
             return own(sums.settled(hidden_states), *rest, **named)
-        return _computed(fused, place, hidden_states, angles, sums)
+        return _computed(fused, place, hidden_states, angles, sums, _fed)
 
     return forward
 
@@ -245,7 +249,9 @@ def _computed(
     hidden: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor],
     sums: Sums,
+    feed: Callable[[FusedLayer, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
+    """The layer's result; ``feed`` computes its feed-forward part."""
     plain = fused.plain
     wiring = plain.wiring
     before, after = (norm.weight for norm in (wiring.before, wiring.after))
@@ -257,11 +263,7 @@ def _computed(
     output = output.view_as(hidden)
     normed = steps.add_rms_norm(hidden, output, after, plain.after, output)
     residual = output
-    if fused.router is None:
-        made = wiring.mlp(normed)
-        answer = made[0] if isinstance(made, tuple) else made
-    else:
-        answer = _routed(fused.router, wiring.router, wiring.experts, normed.view(1, -1))
+    answer = feed(fused, normed)
     answer = answer.view_as(residual)
     return sums.later(residual, answer) if fused.adds_later else residual + answer
 
@@ -323,6 +325,15 @@ def _products(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
     return [module(x).contiguous() for module in modules]
 
 
+def _fed(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
+    wiring = fused.plain.wiring
+    if fused.router is None:
+        made = wiring.mlp(normed)
+        answer: torch.Tensor = made[0] if isinstance(made, tuple) else made
+        return answer
+    return _routed(fused.router, wiring.router, wiring.experts, normed.view(1, -1))
+
+
 def _routed(known: KnownRouter, router: Any, experts: Any, x: torch.Tensor) -> torch.Tensor:
     """Sum of the experts that a router chooses for ``x`` ``[1, hidden]``."""
     runner: GpuExpertLayer = vars(experts)[EXPERTS_RUNNER]
@@ -332,6 +343,60 @@ def _routed(known: KnownRouter, router: Any, experts: Any, x: torch.Tensor) -> t
         made = router(x)
         _, weights, index = (made[known.rule.order[place]] for place in range(3))
         return runner.forward(x, index, weights)
+    return runner.forward_routed(x, _logits(known, router, x), known.rule, known.correction_of(router))
+
+
+def _logits(known: KnownRouter, router: Any, x: torch.Tensor) -> torch.Tensor:
     dtype = torch.float32 if known.widened else x.dtype
     (logits,) = layer_steps.products(x, [router.weight], [router._parameters.get("bias")], dtype)
-    return runner.forward_routed(x, logits, known.rule, known.correction_of(router))
+    return logits
+
+
+def first_launches(layers: Iterable[FusedLayer], dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Launches of every kernel of some layers, of a kind of layer each, so that they are built.
+
+    What they compute means nothing. Left out is what depends on how tokens are decoded: packed rows, and
+    requests with scores or inputs.
+
+    Args:
+        layers: Of a model, on the GPU.
+        dtype: Of the hidden states.
+    """
+    kinds = {}
+    for layer in layers:
+        plain = layer.plain
+        sizes = plain.heads, plain.kv_heads, plain.dim, _window(plain)
+        kinds[sizes, plain.before, plain.after, plain.head_norms, layer.router is None] = layer
+    return [partial(_launch_first, layer, dtype) for layer in kinds.values()]
+
+
+def _window(plain: PlainLayer) -> int:
+    return getattr(plain.wiring.attention, "sliding_window", None) or 0
+
+
+def _launch_first(fused: FusedLayer, dtype: torch.dtype) -> None:
+    plain = fused.plain
+    before = plain.wiring.before.weight
+    assert isinstance(before, torch.Tensor)
+
+    def zeros(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=before.device)
+
+    def choose(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
+        known, router, x = fused.router, plain.wiring.router, normed.view(1, -1)
+        if known is not None and router is not None and known.serves(router, x):
+            logits, correction = _logits(known, router, x), known.correction_of(router)
+            routing.routed_request(x, logits, known.rule, correction, [], inputs=False)
+        return torch.zeros_like(normed)
+
+    rows = (1, plain.kv_heads, 16, plain.dim)
+    numbers = torch.zeros(2, dtype=torch.int64, device=before.device)
+    memory = Place(zeros(*rows), zeros(*rows), 0)
+    place = ReplayLayer(memory, numbers, 0, window=_window(plain), packed=False)
+    angles = zeros(1, 1, fused.angles), zeros(1, 1, fused.angles)
+    hidden, sums = zeros(1, 1, len(before)), Sums()
+    if not _serves(plain, place, hidden, angles):
+        return
+    # The first layer of a token has nothing to add.
+    for x in (hidden, sums.later(hidden, zeros(*hidden.shape))):
+        _computed(fused, place, x, angles, sums, choose)

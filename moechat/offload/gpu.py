@@ -28,6 +28,7 @@ from moechat.models.dense_form import DenseForm
 from moechat.models.packed_rows import register_codec
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
+from moechat.offload import fused_layers
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.far_memory import FarMemory, ReadProgress
 from moechat.offload.fused_steps import FusedSteps, recognise_steps
@@ -35,10 +36,11 @@ from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.kernels import packed_linear
 from moechat.offload.kernels.device_rows import DeviceRows
 from moechat.offload.links import open_link
 from moechat.offload.observed import Observed, observed_on_gpu
-from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
+from moechat.offload.packed_on_gpu import PackedGpuMemory
 from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
@@ -167,8 +169,13 @@ class GpuPlacement:
 
     def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:
         """See :meth:`ModelPlacement.warm`."""
-        self.accelerator.warm(lambda: self.pages.launch_all(top_k, dtype))
-        warm_packed_layers(self.accelerator, model, dtype)
+        self.accelerator.warm(
+            [
+                *self.pages.first_launches(top_k, dtype),
+                *packed_linear.first_launches(model.modules(), dtype),
+                *fused_layers.first_launches(self._steps.layers.values(), dtype),
+            ]
+        )
 
     def decoder(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,32 +145,36 @@ class GpuPages:
             self._far_there = there.view(torch.float32)[None]
         return self._far_there
 
-    def launch_all(
+    def first_launches(
         self, top_k: int, dtype: torch.dtype, passes: Sequence[int] = (1, FEW_TOKENS + 1, 64)
-    ) -> None:
-        """Launch every kernel of a decoded token and of a prompt once; the results mean nothing.
+    ) -> list[Callable[[], None]]:
+        """Launches of every kernel of a decoded token and of a prompt, so that they are built; what they
+        compute means nothing.
 
         Args:
             top_k: Experts of a token.
             dtype: Type of the hidden states.
             passes: Tokens of the passes.
         """
+        return [
+            partial(self._launch_first, kernels, tokens, top_k, dtype)
+            for tokens in passes
+            for kernels in map(self.kernels_of, self.differing_layers())
+        ]
+
+    def _launch_first(self, kernels: BlockKernels, tokens: int, top_k: int, dtype: torch.dtype) -> None:
         device = self.accelerator.device
         rows = min(top_k, self.geometry.num_experts)
-        places = np.arange(rows + 1, dtype=np.int32)
-        for tokens in passes:
-            # Every token chooses the same experts, whose first blocks lie in the first page.
-            token = np.tile(np.arange(tokens, dtype=np.int32), rows)
-            ends = places * tokens
-            items = Items.build(ends, token, np.ones(rows * tokens, np.float32), tokens, device)
-            x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
-            none = np.zeros(rows, np.int32)
-            blocks = BlockList.build(none, places, none, ends, device)
-            for kernels in map(self.kernels_of, self.differing_layers()):
-                partial = kernels.partials(items, dtype)
-                kernels.add(self.memory, blocks, items, x, partial)
-                for others in (None, torch.zeros_like(x, dtype=torch.float32)):
-                    kernels.combine(partial, items, torch.empty_like(x), others)
+        # Every token chooses the same experts, whose first blocks lie in the first page.
+        places, none = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
+        token, ends = np.tile(np.arange(tokens, dtype=np.int32), rows), places * tokens
+        items = Items.build(ends, token, np.ones(rows * tokens, np.float32), tokens, device)
+        blocks = BlockList.build(none, places, none, ends, device)
+        x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
+        partial_sums = kernels.partials(items, dtype)
+        kernels.add(self.memory, blocks, items, x, partial_sums)
+        for others in (None, torch.zeros_like(x, dtype=torch.float32)):
+            kernels.combine(partial_sums, items, torch.empty_like(x), others)
 
 
 def routers_on(routers: Sequence[Any], device: torch.device) -> list[Ranks | None]:

@@ -17,8 +17,7 @@ from torch import nn
 from moechat import _native
 from moechat.models.dense_form import DenseForm
 from moechat.models.packed_file import Bytes, PackedFile
-from moechat.offload.accelerator import Accelerator
-from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips, launch_all
+from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips
 
 
 class PackedGpuMemory:
@@ -80,17 +79,3 @@ class PackedGpuMemory:
         (layout,) = layouts
         part = self._data[at : at + layout.nbytes]
         return DevicePackedLinear(layout, part, bias, self._strips, dtype)
-
-
-def warm_packed_layers(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype) -> None:
-    """Build the kernels of a model's packed layers, if it has any.
-
-    Args:
-        accelerator: The GPU.
-        model: The model, on the GPU.
-        dtype: Type of the hidden states.
-
-    Raises:
-        DeviceUnavailableError: They cannot be built.
-    """
-    accelerator.warm(lambda: launch_all(model.modules(), dtype))

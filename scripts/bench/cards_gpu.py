@@ -12,7 +12,7 @@ import mmap
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -464,7 +464,7 @@ class TimedGpu(Accelerator):
     def reset_peak(self) -> None:
         pass
 
-    def warm(self, launch: Callable[[], None]) -> None:
+    def warm(self, launches: Sequence[Callable[[], None]]) -> None:
         pass
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:

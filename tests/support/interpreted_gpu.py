@@ -109,7 +109,7 @@ class InterpretedGpu(Accelerator):
     def reset_peak(self) -> None:
         """Pages are all it has."""
 
-    def warm(self, launch) -> None:
+    def warm(self, launches) -> None:
         """The interpreter builds nothing."""
 
     def before_kernels(self) -> None:

@@ -10,7 +10,8 @@ unpacking. The strips depend on the model alone, and no budget changes how a res
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,8 +198,8 @@ def launches(form: int | str, dtype: str, *, has_bias: bool) -> list[Kernel]:
     ]
 
 
-def launch_all(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Run every kind of packed layer among some modules once for a token and once for a prompt, so that its
+def first_launches(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Launches of every kind of packed layer among some modules, for a token and for a prompt, so that their
     kernels are built; what they compute means nothing.
 
     Args:
@@ -210,6 +211,12 @@ def launch_all(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         (layer.out_features, layer.in_features, layer.layout.encoding, layer.bias is None): layer
         for layer in layers
     }
-    for layer in kinds.values():
-        for tokens in (1, FEW_TOKENS + 1):
-            layer(torch.zeros(tokens, layer.in_features, dtype=dtype, device=layer.data.device))
+    return [
+        partial(_launch_first, layer, tokens, dtype)
+        for layer in kinds.values()
+        for tokens in (1, FEW_TOKENS + 1)
+    ]
+
+
+def _launch_first(layer: DevicePackedLinear, tokens: int, dtype: torch.dtype) -> None:
+    layer(torch.zeros(tokens, layer.in_features, dtype=dtype, device=layer.data.device))

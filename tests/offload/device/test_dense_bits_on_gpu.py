@@ -218,7 +218,7 @@ def test_kernels_of_packed_layers_are_built_before_the_first_answer(
         return forward(layer, x)
 
     monkeypatch.setattr(DevicePackedLinear, "forward", counted)
-    monkeypatch.setattr(gpu, "warm", lambda launch: launch())
+    monkeypatch.setattr(gpu, "warm", lambda launches: [launch() for launch in launches])
     with load(model, gpu, dense_bits=4) as engine:
         kinds = {
             (layer.out_features, layer.in_features)

@@ -137,11 +137,15 @@ def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, gpu, expected
 
 def test_the_kernel_warm_up_runs(model: Path, gpu) -> None:
     """A GPU builds them by it; the interpreter only runs it."""
-    from moechat.offload.kernels.packed_linear import launch_all
+    from moechat.offload.kernels import packed_linear
 
     with load(model, gpu, dense_bits=4, pages=4) as engine:
-        engine.loaded.near.placement.pages.launch_all(engine.loaded.top_k, torch.float32)
-        launch_all(engine.loaded.model.modules(), torch.float32)
+        pages = engine.loaded.near.placement.pages
+        for launch in (
+            *pages.first_launches(engine.loaded.top_k, torch.float32),
+            *packed_linear.first_launches(engine.loaded.model.modules(), torch.float32),
+        ):
+            launch()
         assert engine.loaded.near.runner.check() == ""
 
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interpreted_graph import Launch
+from interpreted_graph import Launch, Recorder
 from test_fused_steps import PROMPT, TOKENS, config_of, feed, load
 from tiny import tiny_config, write_tiny_checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
@@ -255,3 +255,38 @@ def test_hooks_of_modules_that_are_bypassed_are_called(
         feed(engine, [PROMPT, *([token] for token in TOKENS)])
         assert len(seen) >= 4  # the prompt, the recording and two comparisons
         assert engine.notices() == []
+
+
+def builds(operations) -> set[tuple[object, ...]]:
+    """What the compiler has to know of the kernels among some launches."""
+    found = set()
+    for operation in operations:
+        if isinstance(operation, Launch):
+            constants = {name: str(value) for name, value in operation.keywords.items() if name != "warmup"}
+            types = [str(each.dtype) for each in operation.arguments if isinstance(each, torch.Tensor)]
+            found.add((operation.executor.fn.__name__, tuple(sorted(constants.items())), tuple(types)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_loading_builds_what_a_token_of_two_graphs_launches(
+    family: str, gpu, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, config_of(family))
+    given = []
+    gpu.warm = given.extend
+    with load(tmp_path / family, gpu) as engine:
+        feed(engine, [PROMPT, *([token] for token in [*TOKENS, *TOKENS])])
+        token = builds(operation for graph in gpu.graphs_made[0].made for operation in graph.operations)
+        # A decoded token is the first pass; prompts have other shapes here than the launches.
+        with Recorder() as recorder, torch.inference_mode():
+            for launch in given:
+                launch()
+        loading = builds(recorder.operations)
+    names = {name for name, *_ in loading}
+    assert {"blocks", "combine", "products", "heads", "attend", "merge", "rms_norm"} <= names
+    # Built when a token is recorded: the request of graphs that wait for the host, with its inputs.
+    left = {build for build in token - loading if build[0] not in ("look_up", "routed_request")}
+    assert left == set()
+    complete = builds(gpu.graphs_made[0].made[3].operations)
+    assert {build[0] for build in complete - loading} == {"look_up"}

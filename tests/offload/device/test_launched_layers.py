@@ -127,7 +127,8 @@ def test_the_part_of_the_cpu_is_added(
         expected = decoded(engine)
     with load(model, gpu, pages, system=f"auto:miss={miss}") as engine:
         near = engine.loaded.near
-        near.layer(0).pages.launch_all(2, torch.float32, passes=(1,))  # as loading does on a GPU
+        for launch in near.layer(0).pages.first_launches(2, torch.float32, passes=(1,)):
+            launch()  # as loading does on a GPU
         found = decoded(engine)
         assert near.stats()["blocks_far"] > 0
         assert engine.notices() == []
