@@ -135,7 +135,8 @@ class TokenChooser:
         if self._memory is None or self._memory.shape != logits.shape:
             with torch.inference_mode(False):
                 self._memory = _host_memory(logits.shape, pinned=not logits.is_cpu)
-        return self._memory.copy_(logits)
+        # Conversions of a copy from a GPU would be made on the CPU.
+        return self._memory.copy_(logits if logits.is_cpu else logits.float())
 
     @property
     def complete(self) -> bool:

@@ -77,13 +77,13 @@ class FusedLayer:
     Attributes:
         plain: Its parts.
         router: What ``plain.wiring.router`` computes, if it has one.
-        adds_later: What reads its result next is a kernel of ours that adds it up.
+        follower: What reads its result next, by a kernel of ours that adds it up; ``None``: something else.
         angles: Number of rotary angles per token.
     """
 
     plain: PlainLayer
     router: KnownRouter | None
-    adds_later: bool
+    follower: nn.Module | None
     angles: int
 
 
@@ -177,12 +177,16 @@ def recognise_layers(
             tried[kind] = agrees(layer, plain, None if router is None else router.rule, angles)
         if tried[kind]:
             found[layer] = plain, router
-    known: set[nn.Module] = {*found, *norms}
     follows: dict[nn.Module, nn.Module] = {}
     if only_calls_layers(base):
-        follows = dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True))
+        after = [*base.layers[1:], base.norm]
+        follows = {
+            layer: follower
+            for layer, follower in zip(base.layers, after, strict=True)
+            if follower in found or follower in norms
+        }
     return {
-        layer: FusedLayer(plain, router, adds_later=follows.get(layer) in known, angles=angles)
+        layer: FusedLayer(plain, router, follows.get(layer), angles)
         for layer, (plain, router) in found.items()
     }
 
@@ -205,7 +209,10 @@ def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., An
             or not _serves(plain, place, hidden_states, angles)
         ):
             return own(sums.settled(hidden_states), *rest, **named)
-        return _computed(fused, place, hidden_states, angles, sums, _fed)
+        # What a hook of somebody else would read has to be there.
+        later = fused.follower is not None and not (layer._forward_hooks or fused.follower._forward_pre_hooks)
+        total = _computed(fused, place, hidden_states, angles, sums, _fed)
+        return total if later else sums.settled(total)
 
     return forward
 
@@ -251,7 +258,7 @@ def _computed(
     sums: Sums,
     feed: Callable[[FusedLayer, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The layer's result; ``feed`` computes its feed-forward part."""
+    """The layer's result, whose sum is computed later; ``feed`` computes its feed-forward part."""
     plain = fused.plain
     wiring = plain.wiring
     before, after = (norm.weight for norm in (wiring.before, wiring.after))
@@ -264,8 +271,7 @@ def _computed(
     normed = steps.add_rms_norm(hidden, output, after, plain.after, output)
     residual = output
     answer = feed(fused, normed)
-    answer = answer.view_as(residual)
-    return sums.later(residual, answer) if fused.adds_later else residual + answer
+    return sums.later(residual, answer.view_as(residual))
 
 
 def _attended(

@@ -111,11 +111,10 @@ class GpuExpertLayer:
         """
         assert self.capture is not None
         routers, places, inputs = self._asked(1)
-        known = [_launched(one, hidden) for one in routers]
-        if not all(known):
+        ranks = _launched(routers, hidden)
+        if ranks is None:
             weights, index = routing.route(logits, rule, correction)
             return self.forward(hidden, index, weights)
-        ranks = [one for one in known if one is not None]
         packed = routing.routed_request(hidden, logits, rule, correction, ranks, inputs=inputs)
         request = ExpertRequest(hidden, packed, rule.chosen, places, inputs)
         return self.capture.cut(self.ordinal, request)
@@ -151,9 +150,8 @@ class GpuExpertLayer:
     ) -> torch.Tensor:
         """The words of a request."""
         if self.capture is not None and self.capture.fused:
-            known = [_launched(one, x) for one in routers]
-            if all(known) and routing.serves_request(x, top_k_index, top_k_weights):
-                ranks = [one for one in known if one is not None]
+            ranks = _launched(routers, x)
+            if ranks is not None and routing.serves_request(x, top_k_index, top_k_weights):
                 return routing.request(x, top_k_index, top_k_weights, ranks, inputs=inputs)
         parts = [
             top_k_index.to(torch.int32),
@@ -294,14 +292,16 @@ class GpuExpertLayer:
         return out
 
 
-def _launched(router: Ranks, x: torch.Tensor) -> routing.Ranks | None:
-    """A router as a kernel of ours takes it; ``None``: it cannot compute the scores of ``x``."""
-    if not isinstance(router, Router) or router.weight.device != x.device:
-        return None
-    if router.weight.shape[1] != x.shape[1]:
-        return None
-    corrected = router.correction is not None
-    if corrected and router.scoring is Scoring.SOFTMAX:
-        return None
-    sigmoid = router.scoring is Scoring.SIGMOID
-    return routing.Ranks(router.weight, router.bias, sigmoid, router.correction)
+def _launched(routers: Sequence[Ranks], x: torch.Tensor) -> list[routing.Ranks] | None:
+    """Routers as kernels of ours take them; ``None``: they cannot compute the scores of ``x``."""
+    found = []
+    for router in routers:
+        if not isinstance(router, Router) or router.weight.device != x.device:
+            return None
+        if router.weight.shape[1] != x.shape[1]:
+            return None
+        if router.correction is not None and router.scoring is Scoring.SOFTMAX:
+            return None
+        sigmoid = router.scoring is Scoring.SIGMOID
+        found.append(routing.Ranks(router.weight, router.bias, sigmoid, router.correction))
+    return found

@@ -6,10 +6,11 @@ layer, where the host has to decide, ends a graph and begins the next. A token i
 graph 1, experts 1, ..., the last graph, and the logits. This works for any family.
 
 The recorded attention is our own (:mod:`moechat.offload.replay_attention`): it reads the cache in place and
-the number of tokens from the GPU's memory, so one recording serves every context. Norms, rotary embedding and
-routers are ours too, in one launch each (:mod:`moechat.offload.fused_steps`). All caches use the same
-memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that the recording stays
-valid from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
+the number of tokens from the GPU's memory, so one recording serves every context. Layers of known parts are
+ours too, in a few launches (:mod:`moechat.offload.fused_layers`), else norms, rotary embedding and routers,
+in one each (:mod:`moechat.offload.fused_steps`). All caches use the same memory, one after the other
+(:class:`moechat.models.cache_memory.CacheMemory`), so that the recording stays valid from answer to answer.
+Replays leave the layers of the cache as a pass does, so both can alternate.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class GraphDecoder:
         notify: Takes a sentence for the user.
         run_ahead: Where the GPU looks up the experts, see :mod:`moechat.offload.run_ahead`: ``None``: where
             every block has a page; ``True``: also where one may be missing; ``False``: nowhere.
-        steps: Modules of the model that recordings compute in one launch each.
+        steps: Modules and layers of the model that recordings compute in one launch each, or a few.
         launched: Launches the expert layers of replayed tokens.
     """
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from fake_cuda import FakeCuda
-from interpreted_graph import InterpretedGraphs
+from interpreted_graph import LAUNCH, InterpretedGraphs
 from triton.runtime.interpreter import GridExecutor
 
 from moechat import _native
@@ -51,7 +50,6 @@ class InterpretedGpu(Accelerator):
         self._pages: list[torch.Tensor] = []
         self._lists: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
-        self._launch: Any = None  # of the interpreter, while nothing is launched
 
     @property
     def name(self) -> str:
@@ -115,8 +113,8 @@ class InterpretedGpu(Accelerator):
     def before_kernels(self) -> None:
         # A GPU that has failed runs no kernels: their lists may be missing. The next call of the link raises
         # its error.
-        if self._stream.synchronize() != 0 and self._launch is None:
-            self._launch, GridExecutor.__call__ = GridExecutor.__call__, lambda *_, **__: None
+        if self._stream.synchronize() != 0:
+            GridExecutor.__call__ = lambda *_, **__: None
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:
         # Not zeros: what is read too early must not be harmless.
@@ -162,8 +160,7 @@ class InterpretedGpu(Accelerator):
 
     def close(self) -> None:
         self.closed = True
-        if self._launch is not None:
-            GridExecutor.__call__ = self._launch
+        GridExecutor.__call__ = LAUNCH
         self._stream.synchronize()
         self._stream.close()
         for host in self._pinned:

@@ -49,13 +49,13 @@ class Launch:
     keywords: dict[str, Any]
 
 
-_LAUNCH = GridExecutor.__call__
+LAUNCH = GridExecutor.__call__
 
 
 def _launch_unseen(executor, *arguments, **keywords):
     """The interpreter computes by torch; a GPU's kernels are no operations of torch."""
     with _disable_current_modes():
-        _LAUNCH(executor, *arguments, **keywords)
+        LAUNCH(executor, *arguments, **keywords)
 
 
 class Recorder(TorchDispatchMode):
@@ -139,7 +139,7 @@ class InterpretedGraph:
         with torch._C._DisableTorchDispatch():
             for operation in self.operations:
                 if isinstance(operation, Launch):
-                    _LAUNCH(operation.executor, *operation.arguments, **operation.keywords)
+                    LAUNCH(operation.executor, *operation.arguments, **operation.keywords)
                     continue
                 if not any(operation.fresh) and not operation.function._schema.is_mutable:
                     continue  # a view

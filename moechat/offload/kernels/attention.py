@@ -17,6 +17,7 @@ from moechat.budget.gpu_sizes import ATTENTION_PROGRAMS, ATTENTION_SUMS
 from moechat.models.packed_rows import ROW_TYPE, row_bytes
 from moechat.offload.kernels import triton_attention
 from moechat.offload.kernels.launch import POINTERS, Kernel
+from moechat.offload.kernels.steps import power
 
 INTERPRETED = isinstance(triton_attention.attend, InterpretedFunction)
 # Most query tokens of a pass.
@@ -124,31 +125,26 @@ class Launch:
         warps = 8 if width >= 512 else 4
         dot = tensor_cores and shape.dtype.itemsize == 2
         if dot:
-            rows = max(_LEAST_ROWS, min(_MOST_ROWS, _power(shape.group * tokens), ATTENTION_SUMS // value))
+            rows = max(_LEAST_ROWS, min(_MOST_ROWS, power(shape.group * tokens), ATTENTION_SUMS // value))
             # An unpacked tile is in the type of the queries.
             block = _between(TILE_BYTES // (width * shape.dtype.itemsize), *TILE_KEYS)
             warps = 4 if width * rows <= 4096 else 8
         else:
             block = TILE_KEYS[0]
-            rows = _between(_PRODUCTS * warps // (block * width), 1, _power(shape.group * tokens))
+            rows = _between(_PRODUCTS * warps // (block * width), 1, power(shape.group * tokens))
         itemsize = 1 if shape.packed else shape.dtype.itemsize
         parts = shape.kv_heads * -(-shape.group * tokens // rows)
-        splits = _between(_power(PROGRAMS // parts + 1) // 2, 1, _MOST_SPLITS)
+        splits = _between(power(PROGRAMS // parts + 1) // 2, 1, _MOST_SPLITS)
         # Sums that are written and read again stay below the bytes of the keys and values of their split.
         read = block * itemsize * (shape.key_dim + shape.tail_dim + (0 if shape.shared else shape.value_dim))
         sums = 2 * 4 * shape.group * tokens * shape.value_dim
         if shape.window:
-            splits = min(splits, _power(-(-(shape.window + tokens) // block)))
-        return cls(dot, rows, block, splits, _power(-(-sums // read)), warps, stages=2)
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, number - 1).bit_length()
+            splits = min(splits, power(-(-(shape.window + tokens) // block)))
+        return cls(dot, rows, block, splits, power(-(-sums // read)), warps, stages=2)
 
 
 def _padded(dim: int, least: int) -> int:
-    return max(least, _power(dim)) if dim else 0
+    return max(least, power(dim)) if dim else 0
 
 
 def _between(number: int, least: int, most: int) -> int:
@@ -335,7 +331,7 @@ def _merge_constants(shape: AttentionShape, launch: Launch, tokens: int, *, sink
         "TOKENS": tokens,
         "WINDOW": shape.window,
         "VALUE_DIM": shape.value_dim,
-        "VALUE": _power(shape.value_dim),
+        "VALUE": power(shape.value_dim),
         "SINKS": sinks,
         "BLOCK": launch.block,
         "SPLITS": launch.splits,

@@ -192,7 +192,19 @@ def launches(
         ("q", "k", "v", "q_weight", "k_weight", "cos", "sin", "q_out", "keys", "values"), name
     )
     norms = None if norm is None else (norm, norm)
+    shapes = ((hidden, rows, dtype), (rows[0], (hidden,), dtype), (hidden, (_MANY_ROWS // 8,), torch.float32))
     return [
-        Kernel(triton_layer.products, _product_constants(columns, sizes, has_bias=has_bias), matrices, _WARPS)
-        for columns, sizes in ((hidden, rows), (rows[0], (hidden,)))
-    ] + [Kernel(triton_layer.heads, _heads_constants(*head, norms, placed=True), states, 1)]
+        *(
+            Kernel(
+                triton_layer.products,
+                _product_constants(columns, sizes, has_bias=has_bias),
+                {**matrices, "out": POINTERS[out]},
+                _WARPS,
+            )
+            for columns, sizes, out in shapes
+        ),
+        *(
+            Kernel(triton_layer.heads, _heads_constants(*head, norms, placed=placed), states, 1)
+            for placed in (True, False)
+        ),
+    ]

@@ -10,6 +10,8 @@ They compute in float32 and round where the families round. Launched by
 import triton
 import triton.language as tl
 
+from moechat.offload.kernels.triton_steps import turned
+
 
 @triton.jit
 def _terms(x, starts, column, inside, there, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LANE: tl.constexpr):
@@ -92,63 +94,6 @@ def products(
             _product(x, matrix_2, bias_2, to, after, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
 
 
-@triton.jit
-def _turned(
-    x,
-    weight,
-    cos,
-    sin,
-    out,
-    eps,
-    offset,
-    DIM: tl.constexpr,
-    ANGLES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    REST_PADDED: tl.constexpr,
-    NORMED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-):
-    """One head, normed if ``NORMED``; its first ``WIDTH`` elements are rotated, the others copied."""
-    HALF: tl.constexpr = WIDTH // 2
-    # Where the second element of a pair has its angle: it has one of its own, or shares that of the first.
-    SECOND: tl.constexpr = HALF if ANGLES == WIDTH else 0
-    pair = tl.arange(0, HALF_PADDED)
-    inside = pair < HALF
-    rest = WIDTH + tl.arange(0, REST_PADDED)
-    behind = rest < DIM
-    kind = out.dtype.element_ty
-    first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(x + rest, mask=behind, other=0.0).to(tl.float32)
-    if NORMED:
-        squares = tl.sum(first * first + second * second, axis=0) + tl.sum(others * others, axis=0)
-        factor = tl.rsqrt(squares / DIM + eps)
-        first = _scaled(first * factor, weight + pair, offset, inside, kind, ROUND_FIRST)
-        second = _scaled(second * factor, weight + HALF + pair, offset, inside, kind, ROUND_FIRST)
-        others = _scaled(others * factor, weight + rest, offset, behind, kind, ROUND_FIRST)
-    first_cos = tl.load(cos + pair, mask=inside, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + SECOND + pair, mask=inside, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + SECOND + pair, mask=inside, other=0.0).to(tl.float32)
-    # Each product is rounded, as in the families' functions.
-    low = (first * first_cos).to(kind).to(tl.float32) - (second * first_sin).to(kind).to(tl.float32)
-    high = (second * second_cos).to(kind).to(tl.float32) + (first * second_sin).to(kind).to(tl.float32)
-    tl.store(out + pair, low.to(kind), mask=inside)
-    tl.store(out + HALF + pair, high.to(kind), mask=inside)
-    if WIDTH < DIM:
-        tl.store(out + rest, others.to(kind), mask=behind)
-
-
-@triton.jit
-def _scaled(x, weight, offset, inside, kind: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """Normed elements times the weights, rounded as the norm's module rounds them."""
-    if ROUND_FIRST:
-        x = x.to(kind).to(tl.float32)
-    factor = offset + tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return (factor * x).to(kind).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["place", "q_heads", "kv_heads"])
 def heads(
     q,
@@ -191,7 +136,7 @@ def heads(
     head = tl.program_id(0)
     if head < q_heads:
         at = head * DIM
-        _turned(
+        turned(
             q + at, q_weight, cos, sin, q_out + at, q_eps, q_offset, DIM, ANGLES, WIDTH, HALF_PADDED,
             REST_PADDED, NORMED, Q_ROUND_FIRST,
         )  # fmt: skip
@@ -202,7 +147,7 @@ def heads(
         head -= q_heads
         if head < kv_heads:
             to = keys + head.to(tl.int64) * keys_head + slot * DIM
-            _turned(
+            turned(
                 k + head * DIM, k_weight, cos, sin, to, k_eps, k_offset, DIM, ANGLES, WIDTH, HALF_PADDED,
                 REST_PADDED, NORMED, K_ROUND_FIRST,
             )  # fmt: skip

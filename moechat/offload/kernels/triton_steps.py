@@ -47,26 +47,40 @@ def rms_norm(
 
 
 @triton.jit
-def _turn(
+def turned(
     x,
+    weight,
     cos,
     sin,
     out,
+    eps,
+    offset,
     DIM: tl.constexpr,
     ANGLES: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
 ):
-    """Rotate the first ``WIDTH`` elements of a head, and copy the others."""
+    """One head, normed if ``NORMED``; its first ``WIDTH`` elements are rotated, the others copied."""
     HALF: tl.constexpr = WIDTH // 2
     # Where the second element of a pair has its angle: it has one of its own, or shares that of the first.
     SECOND: tl.constexpr = HALF if ANGLES == WIDTH else 0
     pair = tl.arange(0, HALF_PADDED)
     inside = pair < HALF
+    rest = WIDTH + tl.arange(0, REST_PADDED)
+    behind = rest < DIM
     kind = out.dtype.element_ty
     first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(x + rest, mask=behind, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first + second * second, axis=0) + tl.sum(others * others, axis=0)
+        factor = tl.rsqrt(squares / DIM + eps)
+        first = _scaled(first * factor, weight + pair, offset, inside, kind, ROUND_FIRST)
+        second = _scaled(second * factor, weight + HALF + pair, offset, inside, kind, ROUND_FIRST)
+        others = _scaled(others * factor, weight + rest, offset, behind, kind, ROUND_FIRST)
     first_cos = tl.load(cos + pair, mask=inside, other=0.0).to(tl.float32)
     first_sin = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)
     second_cos = tl.load(cos + SECOND + pair, mask=inside, other=0.0).to(tl.float32)
@@ -77,8 +91,16 @@ def _turn(
     tl.store(out + pair, low.to(kind), mask=inside)
     tl.store(out + HALF + pair, high.to(kind), mask=inside)
     if WIDTH < DIM:
-        rest = WIDTH + tl.arange(0, REST_PADDED)
-        tl.store(out + rest, tl.load(x + rest, mask=rest < DIM, other=0.0), mask=rest < DIM)
+        tl.store(out + rest, others.to(kind), mask=behind)
+
+
+@triton.jit
+def _scaled(x, weight, offset, inside, kind: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """Normed elements times the weights, rounded as the norm's module rounds them."""
+    if ROUND_FIRST:
+        x = x.to(kind).to(tl.float32)
+    factor = offset + tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return (factor * x).to(kind).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["q_heads", "k_heads"])
@@ -109,9 +131,9 @@ def rotate(
     if head < q_heads:
         x = q + head * q_head + token * q_token
         out = q_out + (token * q_heads + head) * DIM
-        _turn(x, cos, sin, out, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED)
+        turned(x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False)
     else:
         head -= q_heads
         x = k + head * k_head + token * k_token
         out = k_out + (token * k_heads + head) * DIM
-        _turn(x, cos, sin, out, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED)
+        turned(x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False)

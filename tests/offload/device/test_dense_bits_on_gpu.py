@@ -225,7 +225,9 @@ def test_kernels_of_packed_layers_are_built_before_the_first_answer(
             for layer in engine.loaded.model.modules()
             if isinstance(layer, DevicePackedLinear)
         }
-        assert sorted(tokens) == [1] * len(kinds) + [9] * len(kinds)
+        assert set(tokens) == {1, 9}
+        assert tokens.count(9) == len(kinds)
+        assert tokens.count(1) >= len(kinds)  # layers as a whole are launched too
 
 
 @pytest.mark.parametrize("dense_bits", ["auto", 16, 8])

@@ -73,7 +73,7 @@ def test_layers_of_families_are_a_few_launches_with_the_same_logits(
         found = feed(engine, passes)
         layers = engine.loaded.decoder._steps.layers
         assert len(layers) == len(engine.loaded.model.model.layers)
-        assert all(layer.adds_later for layer in layers.values())
+        assert all(layer.follower is not None for layer in layers.values())
         assert engine.notices() == []
         dense = [*DENSE[:3], *(["append"] if bits == 8 else []), *DENSE[3:]]
         if FAMILIES[family] is not None:
@@ -163,7 +163,7 @@ def test_sums_of_layers_are_added_at_once_if_the_model_does_more_with_them(
     with loaded(tmp_path, gpu, config_of("qwen3_moe")) as model:
         monkeypatch.setattr(fused_layers, "only_calls_layers", lambda _: False)
         layers = recognise_steps(model).layers
-        assert [layer.adds_later for layer in layers.values()] == [False, False]
+        assert [layer.follower for layer in layers.values()] == [None, None]
 
 
 def test_a_sum_is_computed_by_the_next_norm_or_when_somebody_asks() -> None:
@@ -255,6 +255,29 @@ def test_hooks_of_modules_that_are_bypassed_are_called(
         feed(engine, [PROMPT, *([token] for token in TOKENS)])
         assert len(seen) >= 4  # the prompt, the recording and two comparisons
         assert engine.notices() == []
+
+
+@pytest.mark.parametrize("place", ["layer", "follower", "norm"])
+def test_hooks_see_and_may_change_what_layers_return(
+    place: str, gpu, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than what a comparison of replays would notice."""
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
+    write_tiny_checkpoint(tmp_path / "tiny", config_of("qwen3_moe"))
+    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
+    found = []
+    for graphs in ("1", "0"):
+        monkeypatch.setenv("MOECHAT_CUDA_GRAPHS", graphs)
+        with load(tmp_path / "tiny", gpu) as engine:
+            base = engine.loaded.model.model
+            if place == "layer":
+                base.layers[0].register_forward_hook(lambda _, __, out: out.mul_(1.00003) and None)
+            else:
+                reader = base.norm if place == "norm" else base.layers[1]
+                reader.register_forward_pre_hook(lambda _, given: given[0].mul_(1.00003) and None)
+            found.append(feed(engine, passes))
+            assert engine.notices() == []
+    assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 3e-6
 
 
 def builds(operations) -> set[tuple[object, ...]]:

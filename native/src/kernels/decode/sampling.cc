@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -211,18 +212,18 @@ void drop_light(std::vector<Candidate>* list, float least) {
       list->end());
 }
 
-// Draws among the top k. Of the groups' largest logits the k-th is at most the k-th of all, so that only
-// logits above it are looked at again, and only their weights are computed.
+// Draws among the top k. The k-th of the groups' largest logits is at most the k-th of all, so only logits
+// that are no smaller are looked at again, and only their weights are computed.
 std::int64_t sample_top(const float* logits, std::int64_t count, const SampleCuts& cuts,
                         const std::vector<float>& groups, float most, float least, double where) {
   static thread_local std::vector<Candidate> list;
   static thread_local std::vector<float> values;
-  float from = -HUGE_VALF;
+  float from = std::numeric_limits<float>::lowest();  // tokens that are excluded lie below it
   if (static_cast<std::int64_t>(groups.size()) >= cuts.top_k) {
     values = groups;
     const auto kth = values.begin() + (cuts.top_k - 1);
     std::nth_element(values.begin(), kth, values.end(), std::greater<>());
-    from = *kth;
+    from = std::max(from, *kth);
   }
   list.clear();
   const auto take = [logits](std::int64_t i) {
@@ -268,9 +269,9 @@ double fill_buckets(const float* weight, std::int64_t count, float from, std::ve
 // heaviest ones in it.
 std::int64_t sample_nucleus(float* weight, const float* logits, std::int64_t count, const SampleCuts& cuts,
                             float least, double where) {
-  static thread_local std::vector<double> masses;
+  static thread_local std::vector<double> masses, sums;
   static thread_local std::vector<Candidate> list, inside;
-  const double needed = cuts.top_p * sum_blocks(weight, count, kLeast, &masses);
+  const double needed = cuts.top_p * sum_blocks(weight, count, kLeast, &sums);
   float from = kNucleus;
   if (fill_buckets(weight, count, from, &masses) < needed) {
     from = kLeast;
