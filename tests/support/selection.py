@@ -29,6 +29,7 @@ LONG_SECONDS = 1.9
 # test, which always runs, needs too.
 ALWAYS = frozenset(
     {
+        "offload/device/test_fused_layers.py::test_layers_of_families_are_a_few_launches_with_the_same_logits",
         "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
         "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
         "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy",
