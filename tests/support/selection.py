@@ -29,7 +29,15 @@ LONG_SECONDS = 1.9
 # test, which always runs, needs too.
 ALWAYS = frozenset(
     {
+        "offload/device/test_fused_layers.py::test_a_layer_that_is_not_its_parts_does_not_agree",
+        "offload/device/test_fused_layers.py::test_a_layer_whose_code_does_more_is_left_alone",
+        "offload/device/test_fused_layers.py::test_a_result_that_nobody_reads_is_noticed",
+        "offload/device/test_fused_layers.py::test_hooks_of_modules_that_are_bypassed_are_called",
+        "offload/device/test_fused_layers.py::test_layers_are_recognised_in_every_type",
+        "offload/device/test_fused_layers.py::test_layers_of_another_kind_are_left_alone",
         "offload/device/test_fused_layers.py::test_layers_of_families_are_a_few_launches_with_the_same_logits",
+        "offload/device/test_fused_layers.py::test_layers_that_fail_or_differ_are_computed_step_by_step",
+        "offload/device/test_fused_layers.py::test_sums_of_layers_are_added_at_once_if_the_model_does_more_with_them",
         "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
         "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
         "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy",
