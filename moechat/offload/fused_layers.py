@@ -177,18 +177,15 @@ def recognise_layers(
             tried[kind] = agrees(layer, plain, None if router is None else router.rule, angles)
         if tried[kind]:
             found[layer] = plain, router
-    follows: dict[nn.Module, nn.Module] = {}
-    if only_calls_layers(base):
-        after = [*base.layers[1:], base.norm]
-        follows = {
-            layer: follower
-            for layer, follower in zip(base.layers, after, strict=True)
-            if follower in found or follower in norms
-        }
-    return {
-        layer: FusedLayer(plain, router, follows.get(layer), angles)
-        for layer, (plain, router) in found.items()
-    }
+    follows = (
+        dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True)) if only_calls_layers(base) else {}
+    )
+    fused = {}
+    for layer, (plain, router) in found.items():
+        follower = follows.get(layer)
+        adds = follower in found or follower in norms
+        fused[layer] = FusedLayer(plain, router, follower if adds else None, angles)
+    return fused
 
 
 def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., Any]:
@@ -267,11 +264,9 @@ def _computed(
     normed = sums.normed(hidden, before, plain.before)
     attended = _attended(plain, place, normed, angles)
     (output,) = _products(attended, [wiring.attention.o_proj])
-    output = output.view_as(hidden)
-    normed = steps.add_rms_norm(hidden, output, after, plain.after, output)
-    residual = output
-    answer = feed(fused, normed)
-    return sums.later(residual, answer.view_as(residual))
+    residual = output.view_as(hidden)
+    normed = steps.add_rms_norm(hidden, residual, after, plain.after, residual)
+    return sums.later(residual, feed(fused, normed).view_as(residual))
 
 
 def _attended(

@@ -52,7 +52,7 @@ class FusedSteps:
         Modules whose ``forward`` somebody else has replaced are left alone.
 
         Raises:
-            RuntimeError: Something other than these modules has used the result of a layer.
+            RuntimeError: None of these modules has read the output of a layer.
         """
         made: list[tuple[nn.Module, Callable[..., Any]]] = []
         sums = Sums()
@@ -62,7 +62,7 @@ class FusedSteps:
                 module.__dict__[_FORWARD] = forward
             yield
             if sums:
-                raise RuntimeError("the result of a layer was not read by the next one")
+                raise RuntimeError("the output of a layer was not read by the next one")
         finally:
             for module, forward in made:
                 if module.__dict__.get(_FORWARD) is forward:

@@ -89,9 +89,8 @@ def find_plain_layer(
     attention = wiring.attention
     if "forward" in vars(attention) or "forward" in vars(wiring.mlp):
         return None
-    known = norms.get(wiring.before), norms.get(wiring.after)
-    rotate = rotary.get(attention)
-    if known[0] is None or known[1] is None or rotate is None:
+    before, after, rotate = norms.get(wiring.before), norms.get(wiring.after), rotary.get(attention)
+    if before is None or after is None or rotate is None:
         return None
     dim, scaling, index = (getattr(attention, name, None) for name in ("head_dim", "scaling", "layer_idx"))
     if type(dim) is not int or type(scaling) is not float or type(index) is not int:
@@ -108,21 +107,20 @@ def find_plain_layer(
         or sizes != (heads * dim, kv_heads * dim, kv_heads * dim, heads * dim)
     ):
         return None
-    modules = [getattr(attention, name, None) for name in HEAD_NORMS]
-    found = [norms.get(module) for module in modules if module is not None]
-    if len(found) not in (0, 2) or None in found:
-        return None
-    if any(module is not None and module.weight.shape != (dim,) for module in modules):
-        return None
-    head_norms = (found[0], found[1]) if found else None
-    kinds = rotate.__dict__["kinds"]
+    head_norms = None
+    modules = [module for name in HEAD_NORMS if (module := getattr(attention, name, None)) is not None]
+    if modules:
+        known = [norms[module] for module in modules if module in norms and module.weight.shape == (dim,)]
+        if len(known) != len(HEAD_NORMS):
+            return None
+        head_norms = known[0], known[1]
     return PlainLayer(
         wiring,
-        known[0],
-        known[1],
-        head_norms,  # type: ignore[arg-type]
+        before,
+        after,
+        head_norms,
         rotate.__dict__["own"],
-        kinds,
+        rotate.__dict__["kinds"],
         heads,
         kv_heads,
         dim,

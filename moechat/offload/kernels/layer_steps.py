@@ -22,6 +22,8 @@ _WARPS = 4
 # Rows of a program where there are many. A router has few: then each row is a program, as far as there are
 # multiprocessors.
 _ROWS, _MANY_ROWS = 4, 1024
+# Given where heads have no norms; the kernel does not read it then.
+_NO_NORM = Norm(0.0, 0.0, round_first=False)
 
 
 def serves_product(module: nn.Module, x: torch.Tensor) -> bool:
@@ -134,9 +136,6 @@ def place_heads(
     if packed:
         append(k_to, v.view(1, kv_heads, 1, dim), keys, values, numbers, place)
     return q_out
-
-
-_NO_NORM = Norm(0.0, 0.0, round_first=False)
 
 
 def _product_constants(columns: int, rows: Sequence[int], *, has_bias: bool) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from moechat.offload.fused_steps import recognise_steps
 from moechat.offload.kernels import layer_steps
 
 TOLERANCE = 1e-5
+# Enough tokens for recording again, twice.
+PASSES = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
 # Families whose layers are computed as a whole, and what a feed-forward part launches, without experts.
 ROUTED = ["products", "routed_request"]
 FAMILIES = {
@@ -65,13 +67,12 @@ def test_layers_of_families_are_a_few_launches_with_the_same_logits(
     family: str, bits: int, gpu, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, family_config(family))
-    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
     with monkeypatch.context() as patch:
         patch.setenv("MOECHAT_CUDA_GRAPHS", "0")
         with load(tmp_path / family, gpu, kv_bits=bits) as engine:
-            expected = feed(engine, passes)
+            expected = feed(engine, PASSES)
     with load(tmp_path / family, gpu, kv_bits=bits) as engine:
-        found = feed(engine, passes)
+        found = feed(engine, PASSES)
         layers = engine.loaded.decoder._steps.layers
         assert len(layers) == len(engine.loaded.model.model.layers)
         assert all(layer.follower is not None for layer in layers.values())
@@ -209,12 +210,11 @@ def test_layers_that_fail_or_differ_are_computed_step_by_step(
 ) -> None:
     monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
     write_tiny_checkpoint(tmp_path / "tiny", config_of("qwen3_moe"))
-    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
     with load(tmp_path / "tiny", gpu) as engine:
-        expected = feed(engine, passes)
+        expected = feed(engine, PASSES)
     monkeypatch.setattr(layer_steps, name, broken)
     with load(tmp_path / "tiny", gpu) as engine:
-        found = feed(engine, passes)
+        found = feed(engine, PASSES)
         decoder = engine.loaded.decoder
         assert decoder._recording is not None, "graphs are still there"
         assert decoder._steps.norms
@@ -225,21 +225,20 @@ def test_layers_that_fail_or_differ_are_computed_step_by_step(
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
-def test_a_result_that_nobody_reads_is_noticed(
+def test_an_output_that_the_next_layer_does_not_read_is_reported(
     gpu, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a model whose last norm somebody has replaced."""
     monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
     write_tiny_checkpoint(tmp_path / "tiny", config_of("qwen3_moe"))
-    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
     with load(tmp_path / "tiny", gpu) as engine:
         norm = engine.loaded.model.model.norm
         norm.forward = norm.forward
-        expected = feed(engine, passes)
+        expected = feed(engine, PASSES)
         (note,) = engine.notices()
-        assert "the result of a layer was not read" in note
+        assert "the output of a layer was not read" in note
     with load(tmp_path / "tiny", gpu) as engine:
-        found = feed(engine, passes)
+        found = feed(engine, PASSES)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
@@ -269,7 +268,6 @@ def test_hooks_see_and_may_change_what_layers_return(
     """Less than what a comparison of replays would notice."""
     monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
     write_tiny_checkpoint(tmp_path / "tiny", config_of("qwen3_moe"))
-    passes = [PROMPT, *([token] for token in [*TOKENS, *TOKENS])]
     found = []
     for graphs in ("1", "0"):
         monkeypatch.setenv("MOECHAT_CUDA_GRAPHS", graphs)
@@ -280,7 +278,7 @@ def test_hooks_see_and_may_change_what_layers_return(
             else:
                 reader = base.norm if place == "norm" else base.layers[1]
                 reader.register_forward_pre_hook(lambda _, given: grow(given[0]))
-            found.append(feed(engine, passes))
+            found.append(feed(engine, PASSES))
             assert engine.notices() == []
     assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 3e-6
 
@@ -304,7 +302,7 @@ def test_loading_builds_what_a_token_of_two_graphs_launches(
     given = []
     gpu.warm = given.extend
     with load(tmp_path / family, gpu) as engine:
-        feed(engine, [PROMPT, *([token] for token in [*TOKENS, *TOKENS])])
+        feed(engine, PASSES)
         token = builds(operation for graph in gpu.graphs_made[0].made for operation in graph.operations)
         # A decoded token is the first pass; prompts have other shapes here than the launches.
         with Recorder() as recorder, torch.inference_mode():

@@ -32,18 +32,17 @@ def rule_of(scoring: str = "softmax", chosen: int = 4, **changes) -> Rule:
     return Rule(scoring, chosen, **{**usual, **changes})
 
 
+RULES = {
+    "softmax": (60, rule_of()),
+    "scaled": (128, rule_of(chosen=8, normalise=False, scale=2.5)),
+    "chosen only": (8, rule_of("softmax-chosen", 2)),
+    "corrected": (512, rule_of("sigmoid", 16, correction=drawn(512, seed=4), scale=1.5)),
+    "one": (33, rule_of("sigmoid", 1, normalise=False)),
+}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(
-    ("experts", "rule"),
-    [
-        (60, rule_of()),
-        (128, rule_of(chosen=8, normalise=False, scale=2.5)),
-        (8, rule_of("softmax-chosen", 2)),
-        (512, rule_of("sigmoid", 16, correction=drawn(512, seed=4), scale=1.5)),
-        (33, rule_of("sigmoid", 1, normalise=False)),
-    ],
-    ids=["softmax", "scaled", "chosen only", "corrected", "one"],
-)
+@pytest.mark.parametrize(("experts", "rule"), RULES.values(), ids=RULES)
 def test_a_router_chooses_as_its_rule(experts: int, rule: Rule, dtype: torch.dtype) -> None:
     # All different in every type, so that no choice is free.
     order = torch.rand((3, experts), generator=torch.Generator().manual_seed(5)).argsort(-1)
@@ -124,16 +123,7 @@ def test_a_request_has_the_words_that_torch_gives(
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("places", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("experts", "rule"),
-    [
-        (60, rule_of()),
-        (128, rule_of(chosen=8, normalise=False, scale=2.5)),
-        (8, rule_of("softmax-chosen", 2)),
-        (512, rule_of("sigmoid", 16, correction=drawn(512, seed=4), scale=1.5)),
-    ],
-    ids=["softmax", "scaled", "chosen only", "corrected"],
-)
+@pytest.mark.parametrize(("experts", "rule"), RULES.values(), ids=RULES)
 def test_a_routed_request_is_the_request_of_what_is_chosen(
     experts: int, rule: Rule, places: int, dtype: torch.dtype
 ) -> None:
