@@ -7,18 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_states import EMPTY, STATEFUL, can_cut
+from moechat.models.cache_memory import EMPTY
+from moechat.models.cache_states import STATEFUL, can_cut
 from moechat.models.compressing_layer import compact, compresses, entry_bytes, waiting_bytes
 from moechat.models.indexed_layer import INDEXED, IndexedLayer
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
 from moechat.models.rotary_scaling import part_limit, without_scaling
 from moechat.models.skeleton import decoder_of
+from moechat.models.state_layer import StateLayer
 from moechat.models.state_probe import states_carry
 from moechat.sizes.cache_shape import PREFILL_CHUNK, CacheShape
 from moechat.sizes.layer_configs import layer_configs
@@ -27,6 +34,8 @@ from moechat.sizes.layer_configs import layer_configs
 # pass.
 _KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 _APPENDABLE = (*_KEYS_AND_VALUES, *INDEXED)
+# Layers over which graphs can replay tokens, in the form that :func:`_reserving` gives them.
+_REPLAYED = (*_KEYS_AND_VALUES, LinearAttentionLayer, *EMPTY)
 # Layers that grow without a copy in the form that :func:`_reserving` gives them.
 _RESERVED = (DynamicLayer, *INDEXED)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
@@ -54,6 +63,8 @@ def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
         return ReservedLayer(capacity, packed=packed)
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity), packed=packed)
+    if type(layer) is LinearAttentionLayer:
+        return StateLayer(layer.number_of_states)  # type: ignore[no-untyped-call]
     if compresses(type(layer)):
         compact(layer)
     return IndexedLayer(capacity) if type(layer) in INDEXED else layer
@@ -161,7 +172,7 @@ def cache_shape(
         tuple(unpacked),
         bits,
         has_states=has_states,
-        has_indexer=any(kind in INDEXED for kind in found),
+        replays=all(kind in _REPLAYED for kind in found) and any(kind in _KEYS_AND_VALUES for kind in found),
         state_bytes=(fixed if has_states else 0) + windows,
         in_one_pass=reason,
     )

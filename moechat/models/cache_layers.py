@@ -39,6 +39,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     memory: LayerMemory | None = None
+    memory_type = LayerMemory
 
     def __init__(self, capacity: int, *, packed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,6 +150,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """
 
     memory: LayerMemory | None = None
+    memory_type = LayerMemory
 
     def __init__(self, sliding_window: int, most: int, *, packed: bool = False) -> None:
         super().__init__(sliding_window)

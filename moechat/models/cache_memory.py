@@ -1,4 +1,4 @@
-"""Memory for keys and values that successive attention caches reuse, so that its addresses stay the same."""
+"""Memory that successive attention caches reuse, so that its addresses stay the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers import cache_utils
 
 from moechat.models.packed_rows import ROW_TYPE, row_bytes
+from moechat.models.state_layer import StateMemory
+
+# Takes the place of a decoder layer without attention or states, and holds nothing; older versions of
+# transformers do not have it.
+EMPTY: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
 class Place(NamedTuple):
@@ -69,14 +75,14 @@ class CacheMemory:
     """
 
     def __init__(self) -> None:
-        self._layers: list[LayerMemory] = []
+        self._layers: dict[int, LayerMemory | StateMemory] = {}
         self._borrower: Callable[[], Any] = lambda: None
 
     def lend(self, cache: Any) -> bool:
         """Lend the memory to a cache, if possible.
 
         Args:
-            cache: A cache of :class:`~moechat.models.cache_layers.ReservedLayer` or ``WindowLayer``.
+            cache: A cache whose layers all have a ``memory`` of their ``memory_type``, or hold nothing.
 
         Returns:
             Whether the cache has the memory. ``False`` if it holds tokens already, has other layers, or the
@@ -85,14 +91,18 @@ class CacheMemory:
         borrower = self._borrower()
         if borrower is not None:
             return borrower is cache
-        layers = getattr(cache, "layers", None)
-        if not layers or not all(hasattr(layer, "memory") for layer in layers):
+        layers = {
+            number: layer
+            for number, layer in enumerate(getattr(cache, "layers", None) or [])
+            if type(layer) not in EMPTY
+        }
+        if not layers or not all(hasattr(layer, "memory_type") for layer in layers.values()):
             return False
-        if any(layer.is_initialized for layer in layers):
+        if any(layer.is_initialized for layer in layers.values()):
             return False
-        while len(self._layers) < len(layers):
-            self._layers.append(LayerMemory())
-        for layer, memory in zip(layers, self._layers, strict=False):
-            layer.memory = memory
+        for number, layer in layers.items():
+            if type(self._layers.get(number)) is not layer.memory_type:
+                self._layers[number] = layer.memory_type()
+            layer.memory = self._layers[number]
         self._borrower = weakref.ref(cache)
         return True

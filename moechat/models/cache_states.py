@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -21,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_memory import EMPTY
 from moechat.models.compressing_layer import (
     ENTRIES,
     compresses,
@@ -29,11 +29,12 @@ from moechat.models.compressing_layer import (
     restore_compressing,
 )
 from moechat.models.indexed_layer import INDEXED
+from moechat.models.state_layer import STATES, StateLayer
 
-# Attributes of a layer that hold its states, each a dictionary of tensors.
-STATES = ("conv_states", "recurrent_states")
+# States alone.
+STATES_ALONE = (LinearAttentionLayer, StateLayer)
 STATEFUL = (
-    LinearAttentionLayer,
+    *STATES_ALONE,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
@@ -41,9 +42,6 @@ STATEFUL = (
 ALL_TOKENS = (DynamicLayer, ReservedLayer, *INDEXED)
 _CUT = (*ALL_TOKENS, LinearAttentionAndFullAttentionLayer)
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-# Takes the place of a decoder layer without attention or states, and holds nothing; older versions of
-# transformers do not have it.
-EMPTY: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 _KNOWN = {*STATEFUL, *_CUT, *_WINDOWS, *EMPTY}
 
 

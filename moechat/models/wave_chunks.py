@@ -19,7 +19,8 @@ from transformers.cache_utils import (
 )
 
 from moechat.models.cache_layers import WindowLayer
-from moechat.models.cache_states import ALL_TOKENS, EMPTY
+from moechat.models.cache_memory import EMPTY
+from moechat.models.cache_states import ALL_TOKENS, STATES_ALONE
 from moechat.models.compressing_layer import compresses
 
 _WINDOWS = (DynamicSlidingWindowLayer, WindowLayer)
@@ -137,13 +138,13 @@ def _layer_ahead(layer: Any, tokens: int) -> Any:
     kind = type(layer)
     if kind in EMPTY:
         return kind()
-    length = 0 if kind is LinearAttentionLayer else layer.get_seq_length() + tokens
+    length = 0 if kind in STATES_ALONE else layer.get_seq_length() + tokens
     ahead: Any
     if kind in ALL_TOKENS:
         return _LayerAhead(length)
     if kind in _WINDOWS or compresses(kind):
         ahead = DynamicSlidingWindowLayer(layer.sliding_window)
-    elif kind is LinearAttentionLayer:
+    elif kind in STATES_ALONE:
         ahead = LinearAttentionLayer(layer.number_of_states)
     elif kind is LinearAttentionAndFullAttentionLayer:
         ahead = _HybridAhead(layer.number_of_states, length)

@@ -196,7 +196,7 @@ def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., An
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
         cache: Any = named.get("past_key_values")
         angles: Any = named.get("position_embeddings")
-        place = cache.replayed[plain.index] if isinstance(cache, ReplayCache) else None
+        place = cache.replayed.get(plain.index) if isinstance(cache, ReplayCache) else None
         if (
             rest
             or any(hooks)

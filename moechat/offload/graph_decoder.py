@@ -28,8 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import RequestForm
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.cache_memory import CacheMemory, Place
+from moechat.models.cache_memory import CacheMemory
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.crossing import Crossing
 from moechat.offload.fused_steps import FusedSteps
@@ -37,6 +36,7 @@ from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.launched_layers import LaunchedLayers
+from moechat.offload.next_token import NextToken
 from moechat.offload.replay_attention import NotSupportedError, ReplayAttention
 from moechat.offload.replay_cache import ReplayCache
 from moechat.offload.run_ahead import RunAhead, can_run_ahead
@@ -69,12 +69,14 @@ class _Recording:
         form: Of the requests.
         landing: Makes host memory for so many words of a request.
         fused: See :class:`moechat.offload.gpu_layer.Capture`.
+        repeatable: A graph may be replayed again for the same token: it overwrites no states.
     """
 
     new: Callable[[], Graph] | None
     form: RequestForm
     landing: Callable[[int], torch.Tensor]
     fused: bool
+    repeatable: bool = True
     graphs: list[Graph] = field(default_factory=list)
     requests: list[ExpertRequest] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -260,21 +262,17 @@ class GraphDecoder:
             or not _ARGUMENTS.issuperset(arguments)
         ):
             return None
-        layers: list[ReservedLayer | WindowLayer] = cache.layers
-        position = layers[0].get_seq_length()
-        if any(layer.get_seq_length() != position for layer in layers):
-            return None
-        places = [place for layer in layers if (place := layer.next_place()) is not None]
+        token = NextToken.of(cache)
         runners = [vars(part).get(EXPERTS_RUNNER) for part in self._parts]
-        if len(places) < len(layers) or not all(isinstance(runner, GpuExpertLayer) for runner in runners):
+        if token is None or not all(isinstance(runner, GpuExpertLayer) for runner in runners):
             return None
         experts: list[GpuExpertLayer] = runners  # type: ignore[assignment]
-        self._keep_only(places, experts)
-        self._set(input_ids, position, places)
+        self._keep_only(token, experts)
+        self._set(input_ids, token)
         recording = self._recording
         if recording is None:
             try:
-                recording = self._record(layers, places, experts, arguments)
+                recording = self._record(token, experts, arguments)
             except torch.OutOfMemoryError:
                 # The tier may give pages back; recording is tried again later.
                 self._forget()
@@ -291,33 +289,34 @@ class GraphDecoder:
                 self._forget()
                 raise
             self._recording = recording
-        if recording.unchecked or position >= recording.checked_again_at:
-            return self._compared(recording, experts, places, input_ids, cache, arguments)
-        logits = self._replay(recording, experts)
-        for layer in layers:
-            layer.advance()
+        if recording.unchecked or token.position >= recording.checked_again_at:
+            return self._compared(recording, experts, token, input_ids, cache, arguments)
+        logits = self._replay(recording, experts, token)
+        token.advance()
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _compared(
         self,
         recording: _Recording,
         experts: Sequence[GpuExpertLayer],
-        places: Sequence[Place],
+        token: NextToken,
         input_ids: torch.Tensor,
         cache: Any,
         arguments: dict[str, Any],
     ) -> Any:
         """Output of a replay after comparison with a pass; ``None``: they differ."""
         self._clocks.drop()
-        # The replay does not advance the cache: the pass writes the same token to the same place.
-        comparison = _Comparison(recording.form)
-        logits = self._replay(recording, experts, comparison)
-        position = cache.layers[0].get_seq_length()
+        # The replay does not advance the cache: the pass writes the same token to the same place, and goes on
+        # from the same states.
+        comparison, states = _Comparison(recording.form), token.copies()
+        logits = self._replay_behind(recording, experts, self._ahead_of(recording, experts), comparison)
         written = [
             (slot, slot.clone())
-            for place in places
+            for place in token.places
             for slot in (tensor.narrow(-2, place.slot, 1) for tensor in (place.keys, place.values))
         ]
+        made = token.copies()
+        token.restore(states)
         before = [dict(vars(layer)) for layer in cache.layers]
         with _captured(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
@@ -334,14 +333,16 @@ class GraphDecoder:
                 )
                 self._notify(f"{what}, which is slower: {self._why_left}")
                 self._why_left = ""
-            recording.checked_again_at = _CHECKED_AGAIN * position
-            # The replay's keys, values and logits, as for every later token: so an answer does not depend on
-            # which replays are compared.
+            recording.checked_again_at = _CHECKED_AGAIN * token.position
+            # The replay's keys, values, states and logits, as for every later token: so an answer does not
+            # depend on which replays are compared.
             for slot, value in written:
                 slot.copy_(value)
+            token.restore(made)
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
+        token.restore(states)
         worst = max(range(len(distances)), key=lambda place: _or_far(distances[place]) / self._allowed(place))
         why = (
             f"a replay differed from the model's own pass by {distances[worst]:.2g} of its size, more than "
@@ -355,13 +356,9 @@ class GraphDecoder:
         """Largest distance after ``place + 1`` layers."""
         return self._tolerance * math.sqrt(max(1.0, (place + 1) / 2))
 
-    def _keep_only(self, places: Sequence[Place], experts: Sequence[GpuExpertLayer]) -> None:
+    def _keep_only(self, token: NextToken, experts: Sequence[GpuExpertLayer]) -> None:
         """Forget recordings of other memory, or whose requests do not serve the tier."""
-        addresses = tuple(
-            number
-            for keys, values, _ in places
-            for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
-        )
+        addresses = token.addresses()
         tier, pages = experts[0].tier, experts[0].pages
         all_fit = tier.pages >= tier.blocks
         form = pages.recorded_form(tier.planned_settings, tier.settings, all_fit=all_fit)
@@ -370,9 +367,9 @@ class GraphDecoder:
         self._forget()
         self._addresses, self._tier, self._form = addresses, tier, form
 
-    def _set(self, input_ids: torch.Tensor, position: int, places: Sequence[Place]) -> None:
+    def _set(self, input_ids: torch.Tensor, token: NextToken) -> None:
         """Write the token, its position and its slot in each layer to the memory that the graphs read."""
-        numbers = torch.tensor([position, *(place.slot for place in places)])
+        numbers = torch.tensor(token.numbers())
         if self._token.device != input_ids.device or self._numbers.shape != numbers.shape:
             self._forget()
             self._token = torch.empty_like(input_ids)
@@ -382,8 +379,7 @@ class GraphDecoder:
 
     def _record(
         self,
-        layers: Sequence[ReservedLayer | WindowLayer],
-        places: Sequence[Place],
+        token: NextToken,
         experts: Sequence[GpuExpertLayer],
         arguments: dict[str, Any],
     ) -> _Recording:
@@ -395,7 +391,7 @@ class GraphDecoder:
         if self._attention is None:
             self._attention = ReplayAttention(self._model)
         attention, steps, position = self._attention, self._steps, self._numbers[0]
-        cache = ReplayCache(layers, places, self._numbers)
+        cache = ReplayCache(token, self._numbers)
 
         memory = experts[0].pages.accelerator.host_memory
 
@@ -421,30 +417,36 @@ class GraphDecoder:
                 recording.abandon()
                 raise
 
-        with graphs.aside():
+        with graphs.aside(), token.states_kept():
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
             with watch:
                 run(_Recording(None, self._form, landing, bool(steps), crossing=crossing))
             graphs.make_room()
-            recording = _Recording(graphs.new, self._form, landing, bool(steps), crossing=crossing, again=run)
+            recording = _Recording(
+                graphs.new,
+                self._form,
+                landing,
+                bool(steps),
+                repeatable=not token.states,
+                crossing=crossing,
+                again=run,
+            )
             crossing.second_pass()
             with watch:
                 run(recording)
+        cache.require_states_in_place()
         if recording.ordinals != list(range(len(experts))):
             raise RuntimeError(f"the expert layers ran in the order {recording.ordinals}")
         return recording
 
     def _replay(
-        self,
-        recording: _Recording,
-        experts: Sequence[GpuExpertLayer],
-        comparison: _Comparison | None = None,
+        self, recording: _Recording, experts: Sequence[GpuExpertLayer], token: NextToken
     ) -> torch.Tensor:
         ahead = self._ahead_of(recording, experts)
-        if ahead is not None and comparison is None:
-            return self._replay_ahead(recording, ahead, experts)
-        return self._replay_behind(recording, experts, ahead, comparison)
+        if ahead is None:
+            return self._replay_behind(recording, experts)
+        return self._replay_ahead(recording, ahead, experts, token)
 
     def _replay_behind(
         self,
@@ -486,7 +488,7 @@ class GraphDecoder:
         cannot.
         """
         tier, wanted = experts[0].tier, self._wanted_ahead
-        if not (wanted or runs_ahead(tier.pages, tier.blocks, graphs=True, wanted=wanted)):
+        if not ((wanted and recording.repeatable) or runs_ahead(tier.pages, tier.blocks, graphs=True, wanted=wanted)):
             recording.ahead = recording.complete = None
             return None
         if recording.ahead is not None and recording.ahead.serves():
@@ -509,22 +511,34 @@ class GraphDecoder:
         return recording.ahead
 
     def _replay_ahead(
-        self, recording: _Recording, ahead: RunAhead, experts: Sequence[GpuExpertLayer]
+        self, recording: _Recording, ahead: RunAhead, experts: Sequence[GpuExpertLayer], token: NextToken
     ) -> torch.Tensor:
-        """Logits of a token whose experts the GPU computes as far as it has them."""
+        """Logits of a token whose experts the GPU computes as far as it has them.
+
+        Raises:
+            RuntimeError: An expert is missing that was there, and the states of the token are overwritten.
+        """
         checked = None
         if ahead.complete():
             # There are no layers to time, and where all is there, nothing to plan.
             self._clocks.drop()
-            complete = recording.complete or self._record_complete(recording)
-            if complete is not None and ahead.replay_complete(
-                *complete.graphs, counted=not complete.unchecked
-            ):
-                if not complete.unchecked:
+            complete = recording.complete or self._record_complete(recording, token)
+            if complete is not None and not complete.unchecked:
+                if ahead.replay_complete(*complete.graphs, counted=True):
                     return complete.result()
-                checked = complete.result()
+                if token.states:
+                    raise RuntimeError("an expert was not found on the GPU, which has all of them")
+            elif complete is not None:
+                with token.states_kept():
+                    if ahead.replay_complete(*complete.graphs, counted=False):
+                        checked = complete.result()
         # All marks of a token that is timed stand where the host launches its layers.
-        if self._wanted_ahead and recording.ahead is ahead and not self._clocks.timing:
+        if (
+            self._wanted_ahead
+            and recording.repeatable
+            and recording.ahead is ahead
+            and not self._clocks.timing
+        ):
             ahead.replay(recording.graphs)
             logits = recording.result()
         else:
@@ -536,14 +550,14 @@ class GraphDecoder:
                 self._stay_behind("the logits of a whole token differed")
         return logits
 
-    def _record_complete(self, recording: _Recording) -> _CompleteRecording | None:
+    def _record_complete(self, recording: _Recording, token: NextToken) -> _CompleteRecording | None:
         graphs = self._graphs
         if graphs is None or recording.again is None:
             return None
         form, landing, fused = recording.form, recording.landing, recording.fused
         complete = _CompleteRecording(graphs.new, form, landing, fused, pieces=recording)
         try:
-            with graphs.aside():
+            with graphs.aside(), token.states_kept():
                 graphs.make_room()
                 recording.again(complete)
         except Exception as error:

@@ -86,7 +86,7 @@ class _Active:
     """The cache of the pass that is recorded."""
 
     def __init__(self, cache: ReplayCache, latent: dict[nn.Module, Latent]) -> None:
-        self.layers = cache.replayed
+        self.layers = list(cache.replayed.values())
         self.latent = latent
 
     def layer(self, key: torch.Tensor, value: torch.Tensor) -> ReplayLayer:

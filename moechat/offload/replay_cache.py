@@ -1,20 +1,22 @@
 """Attention cache of a pass that is recorded once (CUDA graph) and replayed for every token.
 
 Its layers are the reserved memory of a real cache. Shapes and addresses do not depend on the number of
-tokens; the kernels read that, and the slots of the new tokens, from the GPU's memory.
+tokens; the kernels read that, and the slots of the new tokens, from the GPU's memory. States are the tensors
+of the real cache, so every replay overwrites them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_layers import WindowLayer
 from moechat.models.cache_memory import Place
+from moechat.models.state_layer import StateLayer
 from moechat.offload.kernels.attention import append
+from moechat.offload.next_token import NextToken
 
 
 class ReplayLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -75,26 +77,51 @@ class ReplayLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class ReplayCache(Cache):
     """The layers of a model.
 
+    Args:
+        token: The memory of a real cache.
+        numbers: See :class:`ReplayLayer`; the layers are those with keys and values.
+
     Attributes:
-        replayed: The layers.
+        replayed: The layers with keys and values, by their place in the cache.
     """
 
-    def __init__(
-        self, layers: Sequence[ReservedLayer | WindowLayer], places: Sequence[Place], numbers: torch.Tensor
-    ) -> None:
-        self.replayed = [
-            ReplayLayer(
-                place,
-                numbers,
-                ordinal,
-                window=layer.sliding_window if isinstance(layer, WindowLayer) else 0,
-                packed=layer.packed,
-            )
-            for ordinal, (layer, place) in enumerate(zip(layers, places, strict=True))
-        ]
-        super().__init__(layers=list(self.replayed))
+    def __init__(self, token: NextToken, numbers: torch.Tensor) -> None:
+        self.replayed: dict[int, ReplayLayer] = {}
+        self._states = {
+            number: (layer.sharing(), layer.sharing())
+            for number, layer in enumerate(token.layers)
+            if isinstance(layer, StateLayer)
+        }
+        ordinals = {id(layer): ordinal for ordinal, layer in enumerate(token.attending)}
+        layers: list[Any] = []
+        for number, layer in enumerate(token.layers):
+            if number in self._states:
+                layers.append(self._states[number][1])
+            elif id(layer) in ordinals:
+                ordinal = ordinals[id(layer)]
+                self.replayed[number] = ReplayLayer(
+                    token.places[ordinal],
+                    numbers,
+                    ordinal,
+                    window=layer.sliding_window if isinstance(layer, WindowLayer) else 0,
+                    packed=layer.packed,
+                )
+                layers.append(self.replayed[number])
+            else:
+                layers.append(layer)
+        super().__init__(layers=layers)
         self._position = numbers[0]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         """Number of tokens before the new ones."""
         return self._position
+
+    def require_states_in_place(self) -> None:
+        """Compare the layers after a pass.
+
+        Raises:
+            RuntimeError: The pass has put states elsewhere, where no replay would find them.
+        """
+        for number, (before, after) in self._states.items():
+            if not before.shares(after):
+                raise RuntimeError(f"the states of layer {number} do not stay where they are")

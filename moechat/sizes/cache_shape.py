@@ -34,7 +34,8 @@ class CacheShape:
         unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
         bits: Of keys and values: 16, those of the model's type, or 8: packed.
         has_states: Some layers hold states besides keys and values, or instead of them.
-        has_indexer: Some layers hold keys of an indexer.
+        replays: CUDA graphs can replay tokens over it: it holds keys and values, and states that stay where
+            they are.
         state_bytes: Bytes of a copy of these states and of windows of keys and values, which change in place.
         in_one_pass: Why no prompt, or no longer one, may be computed in parts; empty if all may.
     """
@@ -48,7 +49,7 @@ class CacheShape:
     unpacked: tuple[tuple[int, int | None], ...] = ()
     bits: int = PLAIN_KV_BITS
     has_states: bool = False
-    has_indexer: bool = False
+    replays: bool = False
     state_bytes: int = 0
     in_one_pass: str = ""
 

@@ -109,7 +109,7 @@ class ModelOutline:
     def can_replay(self) -> bool:
         """Whether CUDA graphs can replay a token: masks and frequencies depend only on its position."""
         cache = self.cache
-        return cache.reserved and cache.unlimited and not cache.has_states and not cache.has_indexer
+        return cache.reserved and cache.unlimited and cache.replays
 
     def workspace(self, context: int, *, on_gpu: bool) -> int:
         """Bytes of activations of the largest pass in a context of ``context`` tokens."""
