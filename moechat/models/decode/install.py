@@ -136,6 +136,9 @@ def _install_layers(done: NativeModules, model: Any) -> None:
 def compares_attention_name(model: Any) -> bool:
     """Whether a family compares the name of its attention function, as for sparse attention; with another
     name it would compute something else.
+
+    Comparisons that only decide which positions of a prompt are left out do not count (Gemma 4): what is left
+    has the same results, and a decoded token is the only position.
     """
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     methods = [
@@ -144,7 +147,11 @@ def compares_attention_name(model: Any) -> bool:
         if kind.__module__.startswith("transformers.models.")
         for method in map(inspect.unwrap, filter(inspect.isfunction, vars(kind).values()))
     ]
-    return any(map(_compares, methods))
+    return any(_compares(code) for code in methods if "logits_to_keep" not in _parameters(code))
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _compares(code: CodeType) -> bool:

@@ -1,0 +1,88 @@
+"""States of linear attention and convolutions, in memory that successive attention caches reuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+# Attributes of a layer that hold its states, each a dictionary of tensors.
+STATES = ("conv_states", "recurrent_states")
+
+
+class StateMemory:
+    """Memory of the states of one layer, with one user at a time."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+
+    def take(self, kind: str, number: int, state: torch.Tensor) -> torch.Tensor:
+        """``state`` in the memory that held the last one with this name; if it does not fit, its own is kept.
+
+        Args:
+            kind: One of :data:`STATES`.
+            number: Of the state in the layer.
+            state: Its first values.
+        """
+        held = self._tensors.get((kind, number))
+        if (
+            held is None
+            or held.shape != state.shape
+            or held.dtype is not state.dtype
+            or held.device != state.device
+        ):
+            self._tensors[kind, number] = state
+            return state
+        if held is not state:
+            held.copy_(state)
+        return held
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]
+    """States of one layer. They keep their memory: transformers overwrites them for each token.
+
+    Attributes:
+        memory: Memory to use; ``None``: the layer allocates its own.
+    """
+
+    memory: StateMemory | None = None
+    memory_type = StateMemory
+
+    def lazy_initialization(self, *arguments: Any, **named: Any) -> None:
+        """As transformers' own layer."""
+        super().lazy_initialization(*arguments, **named)
+        if self.memory is None:
+            return
+        for kind in STATES:
+            states = getattr(self, kind)
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = self.memory.take(kind, number, state)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds a state."""
+        return bool(self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Its states."""
+        return [state for kind in STATES for state in getattr(self, kind).values() if state is not None]
+
+    def sharing(self) -> StateLayer:
+        """Another layer with the same states, in the same memory."""
+        made = StateLayer(self.number_of_states)  # type: ignore[no-untyped-call]
+        for name, value in vars(self).items():
+            setattr(made, name, dict(value) if isinstance(value, dict) else value)
+        return made
+
+    def shares(self, other: StateLayer) -> bool:
+        """Whether all that is known of the states of both is the same, memory included."""
+        theirs = vars(other)
+        return all(
+            _same(theirs.get(name), value) for name, value in vars(self).items() if isinstance(value, dict)
+        )
+
+
+def _same(found: Any, wanted: dict[int, Any]) -> bool:
+    return found.keys() == wanted.keys() and all(found[number] is value for number, value in wanted.items())
