@@ -12,7 +12,7 @@ Only while a pass is recorded; see :mod:`moechat.offload.fused_steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from moechat.models.decode.angles import angle_counts
 from moechat.models.decode.layer_check import layer_kind
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.plain_layer import PlainLayer, agrees, find_plain_layer
-from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS
+from moechat.models.decode.probe import FEW_TOKENS
 from moechat.models.decode.rotary import rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, only_calls_layers, only_known_arguments
@@ -62,7 +62,7 @@ class KnownRouter:
         weight, correction = module._parameters.get("weight"), self.correction_of(module)
         return (
             weight is not None
-            and served(hidden, weight)
+            and steps.served(hidden, weight)
             and hidden.is_contiguous()
             and hidden.shape[-1] == weight.shape[-1]
             and hidden.numel() <= FEW_TOKENS * weight.shape[-1]
@@ -122,22 +122,11 @@ class Sums:
         return steps.add_rms_norm(residual, added, weight, norm, x)
 
 
-def served(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels run on the device of ``x``, and it is of the weight's device and type."""
-    device = x.device
-    return (
-        device == weight.device
-        and x.dtype is weight.dtype
-        and x.dtype in ELEMENTS
-        and (device.type == "cuda" or (device.type == "cpu" and steps.INTERPRETED))
-    )
-
-
 def serves_norm(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Whether the kernels compute a norm with this weight of the rows ``x``."""
     return (
         weight is not None
-        and served(x, weight)
+        and steps.served(x, weight)
         and weight.is_contiguous()
         and x.shape[-1:] == weight.shape
         and x.shape[-1] <= steps.MOST_COLUMNS
@@ -228,10 +217,10 @@ def _serves(plain: PlainLayer, place: ReplayLayer, hidden: torch.Tensor, angles:
         hidden.shape[:-1] == (1, 1)
         and hidden.is_contiguous()
         and all(serves_norm(hidden, weight) for weight in weights)
-        and all(served(hidden, weight) and weight.is_contiguous() for weight in head_weights)
+        and all(steps.served(hidden, weight) and weight.is_contiguous() for weight in head_weights)
         and cos.shape == sin.shape == (1, 1, cos.shape[-1])
-        and served(cos, hidden)
-        and served(sin, hidden)
+        and steps.served(cos, hidden)
+        and steps.served(sin, hidden)
         and cos.is_contiguous()
         and sin.is_contiguous()
         and rotated_width(plain.kinds, dim, cos.shape[-1])
@@ -263,7 +252,7 @@ def _computed(
     assert isinstance(after, torch.Tensor)
     normed = sums.normed(hidden, before, plain.before)
     attended = _attended(plain, place, normed, angles)
-    (output,) = _products(attended, [wiring.attention.o_proj])
+    (output,) = layer_steps.projected(attended, [wiring.attention.o_proj])
     residual = output.view_as(hidden)
     normed = steps.add_rms_norm(hidden, residual, after, plain.after, residual)
     return sums.later(residual, feed(fused, normed).view_as(residual))
@@ -279,7 +268,7 @@ def _attended(
     attention, dim, (cos, sin) = plain.wiring.attention, plain.dim, angles
     assert place.keys is not None
     assert place.values is not None
-    states = _products(normed.view(1, -1), [getattr(attention, name) for name in PROJECTIONS[:3]])
+    states = layer_steps.projected(normed.view(1, -1), [getattr(attention, name) for name in PROJECTIONS[:3]])
     norms = None
     if plain.head_norms is not None:
         (q_norm, k_norm), (q_weight, k_weight) = plain.head_norms, _head_weights(plain)
@@ -315,15 +304,6 @@ def _attended(
         sinks=plain.sinks,
     )
     return attended.view(1, -1)
-
-
-def _products(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
-    """``[1, out_features]`` of each module, contiguous: in one launch, or by the modules themselves."""
-    if all(layer_steps.serves_product(module, x) for module in modules):
-        biases = [module.bias for module in modules]
-        if len({bias is None for bias in biases}) == 1:
-            return layer_steps.products(x, [module.weight for module in modules], biases, x.dtype)
-    return [module(x).contiguous() for module in modules]
 
 
 def _fed(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:

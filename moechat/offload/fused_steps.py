@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.norms import Norm, recognise_norm
 from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.decode.rotary import Rotate, recognise_rotary, rotated_width, with_rotary
 from moechat.models.decode.routers import Rule, recognise_router
+from moechat.offload.fused_delta import delta_forward, recognise_deltas
 from moechat.offload.fused_layers import (
     FusedLayer,
     KnownRouter,
     Sums,
     layer_forward,
     recognise_layers,
-    served,
     serves_norm,
 )
 from moechat.offload.kernels import routing, steps
+from moechat.offload.kernels.steps import served
 
 _FORWARD = "forward"
 
@@ -41,6 +43,7 @@ class FusedSteps:
     routers: dict[nn.Module, KnownRouter] = field(default_factory=dict)
     rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
     layers: dict[nn.Module, FusedLayer] = field(default_factory=dict)
+    deltas: dict[nn.Module, GatedDelta] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.norms or self.routers or self.rotary)
@@ -69,13 +72,18 @@ class FusedSteps:
                     del module.__dict__[_FORWARD]
 
     def fewer(self) -> FusedSteps:
-        """The same without the layers, or nothing if there are none."""
-        return FusedSteps(self.norms, self.routers, self.rotary) if self.layers else FusedSteps()
+        """The same without layers and their mixers, or nothing if there are none."""
+        if self.layers or self.deltas:
+            return FusedSteps(self.norms, self.routers, self.rotary)
+        return FusedSteps()
 
     def _forwards(self, sums: Sums) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         for module, layer in self.layers.items():
             if _FORWARD not in module.__dict__:
                 yield module, layer_forward(module, layer, sums)
+        for module, delta in self.deltas.items():
+            if _FORWARD not in module.__dict__:
+                yield module, delta_forward(module, delta)
         for module, norm in self.norms.items():
             if _FORWARD not in module.__dict__:
                 yield module, _norm_forward(module, norm, sums)
@@ -106,6 +114,7 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
                 found.routers[module] = router
         elif (rotate := recognise_rotary(module)) is not None:
             found.rotary[module] = rotate
+    found.deltas = recognise_deltas(model)
     found.layers = recognise_layers(model, found.norms, found.routers, found.rotary)
     return found
 

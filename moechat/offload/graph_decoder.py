@@ -488,7 +488,10 @@ class GraphDecoder:
         cannot.
         """
         tier, wanted = experts[0].tier, self._wanted_ahead
-        if not ((wanted and recording.repeatable) or runs_ahead(tier.pages, tier.blocks, graphs=True, wanted=wanted)):
+        if not (
+            (wanted and recording.repeatable)
+            or runs_ahead(tier.pages, tier.blocks, graphs=True, wanted=wanted)
+        ):
             recording.ahead = recording.complete = None
             return None
         if recording.ahead is not None and recording.ahead.serves():

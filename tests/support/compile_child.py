@@ -27,6 +27,8 @@ from moechat.offload.kernels import (
     steps,
 )
 
+# What lies in the outputs of the projections of linear attention; first what may be at odd places.
+DELTA = ("beta", "decay", "q", "k", "v", "gate")
 SCALARS = {
     "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
     **dict.fromkeys(("eps", "offset", "q_eps", "k_eps", "q_offset", "k_offset"), "fp32"),
@@ -35,7 +37,8 @@ SCALARS = {
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
          "tail_head", "keys_head", "values_head", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
-         "k_head", "k_token", "rows_0", "rows_1", "rows_2", "kv_heads"), "i32"
+         "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3", "kv_heads",
+         *(f"{name}_{part}" for name in DELTA for part in ("start", "stride"))), "i32"
     ),
 }  # fmt: skip
 POINTERS = {
@@ -44,7 +47,8 @@ POINTERS = {
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
 EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
-EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token", "rows_0", "rows_1", "rows_2")
+EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3")
+EVEN += tuple(f"{name}_{part}" for name in DELTA[2:] for part in ("start", "stride"))
 # Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
 ATTENTION = {
     "mixtral": (8, 4, 128, 128, {}),

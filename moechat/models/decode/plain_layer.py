@@ -22,13 +22,12 @@ from moechat.models.decode.norms import Norm
 from moechat.models.decode.probe import ELEMENTS, close, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
+from moechat.models.decode.stand_ins import RandomProjection
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 _PROBES = 3
 _PROBE_KEYS = 5
-# Of a stand-in for a projection: a prime, so that no two heads have the same rows.
-_FEW_ROWS = 61
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
     stand_in = _StandIn(normal(1, 1, width))
     try:
         for name, own in before.items():
-            attention._modules[name] = _Projection(own, normal)
+            attention._modules[name] = RandomProjection(own, normal)
         if experts is None:
             mlp.__dict__["forward"] = stand_in.forward
         else:
@@ -261,24 +260,3 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
             del mlp.__dict__["forward"]
         else:
             vars(experts)[EXPERTS_RUNNER] = runner
-
-
-class _Projection(nn.Module):
-    """Takes the place of a projection: its rows are multiples of a few random ones, so that it costs little.
-
-    Args:
-        own: The projection.
-        normal: Makes random numbers.
-    """
-
-    def __init__(self, own: Any, normal: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.in_features, self.out_features = own.in_features, own.out_features
-        self._few = normal(_FEW_ROWS, own.in_features) / own.in_features**0.5
-        self._row = torch.arange(own.out_features) % _FEW_ROWS
-        self._factor = normal(own.out_features)
-        self._bias = normal(own.out_features) if own.bias is not None else torch.zeros_like(self._factor)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = (x @ self._few.T)[..., self._row] * self._factor + self._bias
-        return made

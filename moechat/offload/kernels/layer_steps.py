@@ -14,7 +14,7 @@ from moechat.offload.kernels import steps, triton_layer
 from moechat.offload.kernels.attention import append
 from moechat.offload.kernels.launch import POINTERS, Kernel
 
-MOST_MATRICES = 3
+MOST_MATRICES = 4
 # Columns that a program reads at a time, of all its rows, and those of a thread: 16 bytes of 16-bit elements.
 _AT_ONCE = 1024
 _LANE = 8
@@ -37,6 +37,20 @@ def serves_rows(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
     return weight.shape[1] == x.shape[-1] and all(
         each.dtype is x.dtype and each.device == x.device and each.is_contiguous() for each in given
     )
+
+
+def projected(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
+    """``[1, out_features]`` of each module, contiguous: in one launch, or by the modules themselves.
+
+    Args:
+        x: ``[1, in_features]``, contiguous.
+        modules: One to :data:`MOST_MATRICES` projections.
+    """
+    if all(serves_product(module, x) for module in modules):
+        biases = [module.bias for module in modules]
+        if len({bias is None for bias in biases}) == 1:
+            return products(x, [module.weight for module in modules], biases, x.dtype)
+    return [module(x).contiguous() for module in modules]
 
 
 def products(

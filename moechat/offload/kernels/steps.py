@@ -11,6 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from moechat.models.decode.norms import Norm
+from moechat.models.decode.probe import ELEMENTS
 from moechat.offload.kernels import triton_steps
 from moechat.offload.kernels.launch import POINTERS, Kernel
 
@@ -20,6 +21,17 @@ MOST_COLUMNS = 16384
 # Elements of a row that a warp takes: 16 bytes of 16-bit elements for each thread.
 _COLUMNS_OF_WARP = 256
 _MOST_WARPS = 16
+
+
+def served(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels run on the device of ``x``, and it is of the weight's device and type."""
+    device = x.device
+    return (
+        device == weight.device
+        and x.dtype is weight.dtype
+        and x.dtype in ELEMENTS
+        and (device.type == "cuda" or (device.type == "cpu" and INTERPRETED))
+    )
 
 
 def row_stride(x: torch.Tensor) -> int | None:

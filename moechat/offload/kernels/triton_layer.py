@@ -60,13 +60,16 @@ def products(
     matrix_0,
     matrix_1,
     matrix_2,
+    matrix_3,
     bias_0,
     bias_1,
     bias_2,
+    bias_3,
     out,
     rows_0,
     rows_1,
     rows_2,
+    rows_3,
     COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LANE: tl.constexpr,
@@ -74,24 +77,31 @@ def products(
     MATRICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Products of one row with up to three matrices, their results in a row. Program (part of the rows)."""
+    """Products of one row with up to four matrices, their results in a row. Program (part of the rows)."""
     program = tl.program_id(0)
     firsts = tl.cdiv(rows_0, ROWS)
     if MATRICES == 1:
         _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
     else:
-        seconds = tl.cdiv(rows_1, ROWS)
+        seconds = firsts + tl.cdiv(rows_1, ROWS)
+        thirds = seconds + tl.cdiv(rows_2, ROWS)
         if program < firsts:
             _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
-        elif program < firsts + seconds:
+        elif program < seconds:
             to = out + rows_0
             _product(
                 x, matrix_1, bias_1, to, program - firsts, rows_1, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
             )
-        else:
+        elif program < thirds:
             to = out + rows_0 + rows_1
-            after = program - firsts - seconds
-            _product(x, matrix_2, bias_2, to, after, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+            _product(
+                x, matrix_2, bias_2, to, program - seconds, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
+            )
+        else:
+            to = out + rows_0 + rows_1 + rows_2
+            _product(
+                x, matrix_3, bias_3, to, program - thirds, rows_3, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
+            )
 
 
 @triton.jit(do_not_specialize=["place", "q_heads", "kv_heads"])
