@@ -64,7 +64,7 @@ def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity), packed=packed)
     if type(layer) is LinearAttentionLayer:
-        return StateLayer(layer.number_of_states)  # type: ignore[no-untyped-call]
+        return StateLayer(layer.number_of_states)
     if compresses(type(layer)):
         compact(layer)
     return IndexedLayer(capacity) if type(layer) in INDEXED else layer

@@ -39,7 +39,7 @@ class StateMemory:
         return held
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]
+class StateLayer(LinearAttentionLayer):
     """States of one layer. They keep their memory: transformers overwrites them for each token.
 
     Attributes:
@@ -71,7 +71,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]
 
     def sharing(self) -> StateLayer:
         """Another layer with the same states, in the same memory."""
-        made = StateLayer(self.number_of_states)  # type: ignore[no-untyped-call]
+        made = StateLayer(self.number_of_states)
         for name, value in vars(self).items():
             setattr(made, name, dict(value) if isinstance(value, dict) else value)
         return made

@@ -20,12 +20,13 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moechat.models.cache_states import STATES, states_of
+from moechat.models.cache_states import states_of
 from moechat.models.compressing_layer import ENTRIES
 from moechat.models.decode.probe import probing
 from moechat.models.dense import initialise_rest
 from moechat.models.light_meta import light_meta
 from moechat.models.skeleton import Skeleton, build_skeleton
+from moechat.models.state_layer import STATES
 
 # Tokens of the parts: longer than the blocks in which families compute linear attention (64), shorter than
 # a convolution, and one.

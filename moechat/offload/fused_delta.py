@@ -28,7 +28,7 @@ def recognise_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:
     }
 
 
-def mixed(delta: GatedDelta, x: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def mixed(delta: GatedDelta, x: torch.Tensor, *, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The mixer's result for a token, ``[1, hidden]``; overwrites its states.
 
     Args:
@@ -71,6 +71,6 @@ def delta_forward(module: nn.Module, delta: GatedDelta) -> Callable[..., Any]:
             or not serves_mixer(delta, hidden_states, states)
         ):
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        return mixed(delta, hidden_states.view(1, -1), states).view_as(hidden_states)
+        return mixed(delta, hidden_states.view(1, -1), states=states).view_as(hidden_states)
 
     return forward

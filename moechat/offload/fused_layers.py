@@ -21,53 +21,30 @@ import torch
 from torch import nn
 
 from moechat.models.cache_memory import Place
+from moechat.models.decode import delta_layer, plain_layer
 from moechat.models.decode.angles import angle_counts
+from moechat.models.decode.delta_layer import DeltaLayer, find_delta_layer
+from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.layer_check import layer_kind
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.plain_layer import PlainLayer, agrees, find_plain_layer
+from moechat.models.decode.plain_layer import PlainLayer, find_plain_layer, weight_of
 from moechat.models.decode.probe import FEW_TOKENS
 from moechat.models.decode.rotary import rotated_width
-from moechat.models.decode.routers import Rule
-from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, only_calls_layers, only_known_arguments
-from moechat.models.skeleton import EXPERTS_RUNNER
-from moechat.offload.gpu_layer import GpuExpertLayer
-from moechat.offload.kernels import layer_steps, routing, steps
+from moechat.models.decode.wiring import (
+    HEAD_NORMS,
+    PROJECTIONS,
+    Wiring,
+    only_calls_layers,
+    only_known_arguments,
+)
+from moechat.offload.fused_delta import mixed, serves_mixer
+from moechat.offload.kernels import layer_steps, steps
 from moechat.offload.kernels.attention import AttentionShape, CacheAttention
+from moechat.offload.known_router import KnownRouter
 from moechat.offload.replay_cache import ReplayCache, ReplayLayer
 
 # Rows of a norm: those of the heads of a few tokens.
 _MOST_ROWS = FEW_TOKENS * 1024
-
-
-@dataclass(frozen=True)
-class KnownRouter:
-    """What a router computes.
-
-    Attributes:
-        rule: Without its correction.
-        correction: Name of its parameter or buffer; ``None``: it has none.
-        widened: Hidden states and weights are converted to float32 before the product.
-    """
-
-    rule: Rule
-    correction: str | None
-    widened: bool
-
-    def correction_of(self, module: nn.Module) -> torch.Tensor | None:
-        """The correction that ``module`` adds now."""
-        return None if self.correction is None else getattr(module, self.correction)
-
-    def serves(self, module: nn.Module, hidden: torch.Tensor) -> bool:
-        """Whether the kernels compute what ``module`` does, for these hidden states."""
-        weight, correction = module._parameters.get("weight"), self.correction_of(module)
-        return (
-            weight is not None
-            and steps.served(hidden, weight)
-            and hidden.is_contiguous()
-            and hidden.shape[-1] == weight.shape[-1]
-            and hidden.numel() <= FEW_TOKENS * weight.shape[-1]
-            and (correction is None or (correction.device == hidden.device and correction.is_contiguous()))
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,7 @@ class FusedLayer:
         angles: Number of rotary angles per token.
     """
 
-    plain: PlainLayer
+    plain: PlainLayer | DeltaLayer
     router: KnownRouter | None
     follower: nn.Module | None
     angles: int
@@ -140,6 +117,7 @@ def recognise_layers(
     norms: Mapping[nn.Module, Norm],
     routers: Mapping[nn.Module, KnownRouter],
     rotary: Mapping[nn.Module, Any],
+    deltas: Mapping[nn.Module, GatedDelta],
 ) -> dict[nn.Module, FusedLayer]:
     """The layers of ``model`` that the kernels can compute.
 
@@ -148,76 +126,108 @@ def recognise_layers(
         norms: Modules that are known.
         routers: Likewise.
         rotary: As of :func:`moechat.models.decode.plain_layer.find_plain_layer`.
+        deltas: Linear attention that is known.
     """
     base: Any = getattr(model, "model", None)
     counts = angle_counts(model)
     if len(counts) != 1 or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         return {}
     (angles,) = counts
-    found: dict[nn.Module, tuple[PlainLayer, KnownRouter | None]] = {}
+    found: dict[nn.Module, tuple[PlainLayer | DeltaLayer, KnownRouter | None]] = {}
     tried: dict[Any, bool] = {}
     for layer in base.layers:
         plain = find_plain_layer(layer, norms, routers, rotary)
-        if plain is None:
+        known = plain or find_delta_layer(layer, norms, routers, deltas)
+        if known is None:
             continue
-        router = None if plain.wiring.router is None else routers[plain.wiring.router]
+        router = None if known.wiring.router is None else routers[known.wiring.router]
+        rule = None if router is None else router.rule
         kind = layer_kind(layer)
         if kind not in tried:
-            tried[kind] = agrees(layer, plain, None if router is None else router.rule, angles)
+            tried[kind] = (
+                delta_layer.agrees(layer, known, rule)
+                if isinstance(known, DeltaLayer)
+                else plain_layer.agrees(layer, known, rule, angles)
+            )
         if tried[kind]:
-            found[layer] = plain, router
+            found[layer] = known, router
     follows = (
         dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True)) if only_calls_layers(base) else {}
     )
     fused = {}
-    for layer, (plain, router) in found.items():
+    for layer, (known, router) in found.items():
         follower = follows.get(layer)
         adds = follower in found or follower in norms
-        fused[layer] = FusedLayer(plain, router, follower if adds else None, angles)
+        fused[layer] = FusedLayer(known, router, follower if adds else None, angles)
     return fused
 
 
 def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., Any]:
     """A ``forward`` for a layer: by the kernels, where they serve the inputs."""
-    own, plain = layer.forward, fused.plain
-    hooks = plain.wiring.hooks()
+    own, wiring = layer.forward, fused.plain.wiring
+    hooks = wiring.hooks()
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        cache: Any = named.get("past_key_values")
-        angles: Any = named.get("position_embeddings")
-        place = cache.replayed.get(plain.index) if isinstance(cache, ReplayCache) else None
+        cache, mix = named.get("past_key_values"), None
         if (
-            rest
-            or any(hooks)
-            or place is None
-            or named.get("attention_mask") is not None
-            or not only_known_arguments(named)
-            or not _serves(plain, place, hidden_states, angles)
+            not rest
+            and not any(hooks)
+            and isinstance(cache, ReplayCache)
+            and named.get("attention_mask") is None
+            and only_known_arguments(named)
+            and _serves_norms(wiring, hidden_states)
         ):
+            mix = _mixer(fused.plain, cache, hidden_states, named.get("position_embeddings"))
+        if mix is None:
             return own(sums.settled(hidden_states), *rest, **named)
         # What a hook of somebody else would read has to be there.
         later = fused.follower is not None and not (layer._forward_hooks or fused.follower._forward_pre_hooks)
-        total = _computed(fused, place, hidden_states, angles, sums, _fed)
+        total = _computed(fused, hidden_states, mix, sums, _fed)
         return total if later else sums.settled(total)
 
     return forward
 
 
+# What mixes the tokens of a layer: from its normed input to what is added to the residual, ``[1, hidden]``.
+_Mix = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _mixer(
+    known: PlainLayer | DeltaLayer, cache: ReplayCache, hidden: torch.Tensor, angles: Any
+) -> _Mix | None:
+    """``None``: the kernels do not compute it for these hidden states and (cosines, sines)."""
+    if isinstance(known, DeltaLayer):
+        states = known.delta.states_of(cache)
+        if states is None or not serves_mixer(known.delta, hidden, states):
+            return None
+        return partial(mixed, known.delta, states=states)
+    place = cache.replayed.get(known.index)
+    if place is None or not _serves(known, place, hidden, angles):
+        return None
+    return partial(_attended, known, place, angles)
+
+
+def _serves_norms(wiring: Wiring, hidden: torch.Tensor) -> bool:
+    """Whether the kernels compute both norms of a layer for these hidden states."""
+    weights = [norm._parameters.get("weight") for norm in (wiring.before, wiring.after)]
+    return (
+        hidden.shape[:-1] == (1, 1)
+        and hidden.is_contiguous()
+        and all(serves_norm(hidden, weight) for weight in weights)
+    )
+
+
 def _serves(plain: PlainLayer, place: ReplayLayer, hidden: torch.Tensor, angles: Any) -> bool:
-    """Whether the kernels compute the layer for these hidden states and (cosines, sines)."""
+    """Whether the kernels compute attention for these hidden states and (cosines, sines)."""
     if type(angles) is not tuple or len(angles) != 2:
         return False
     cos, sin = angles
-    wiring, dim, keys, values = plain.wiring, plain.dim, place.keys, place.values
-    weights = [wiring.before._parameters.get("weight"), wiring.after._parameters.get("weight")]
+    dim, keys, values = plain.dim, place.keys, place.values
     head_weights = _head_weights(plain)
     assert keys is not None
     assert values is not None
     return bool(
-        hidden.shape[:-1] == (1, 1)
-        and hidden.is_contiguous()
-        and all(serves_norm(hidden, weight) for weight in weights)
-        and all(steps.served(hidden, weight) and weight.is_contiguous() for weight in head_weights)
+        all(steps.served(hidden, weight) and weight.is_contiguous() for weight in head_weights)
         and cos.shape == sin.shape == (1, 1, cos.shape[-1])
         and steps.served(cos, hidden)
         and steps.served(sin, hidden)
@@ -238,37 +248,31 @@ def _head_weights(plain: PlainLayer) -> list[torch.Tensor]:
 
 def _computed(
     fused: FusedLayer,
-    place: ReplayLayer,
     hidden: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    mix: _Mix,
     sums: Sums,
     feed: Callable[[FusedLayer, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """The layer's result, whose sum is computed later; ``feed`` computes its feed-forward part."""
-    plain = fused.plain
-    wiring = plain.wiring
-    before, after = (norm.weight for norm in (wiring.before, wiring.after))
-    assert isinstance(before, torch.Tensor)
-    assert isinstance(after, torch.Tensor)
-    normed = sums.normed(hidden, before, plain.before)
-    attended = _attended(plain, place, normed, angles)
-    (output,) = layer_steps.projected(attended, [wiring.attention.o_proj])
-    residual = output.view_as(hidden)
-    normed = steps.add_rms_norm(hidden, residual, after, plain.after, residual)
+    known, wiring = fused.plain, fused.plain.wiring
+    before, after = weight_of(wiring.before), weight_of(wiring.after)
+    normed = sums.normed(hidden, before, known.before)
+    residual = mix(normed.view(1, -1)).view_as(hidden)
+    normed = steps.add_rms_norm(hidden, residual, after, known.after, residual)
     return sums.later(residual, feed(fused, normed).view_as(residual))
 
 
 def _attended(
     plain: PlainLayer,
     place: ReplayLayer,
-    normed: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor],
+    normed: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of a token, before the output projection: ``[1, heads * dim]``."""
+    """Attention of a token, ``[1, hidden]``."""
     attention, dim, (cos, sin) = plain.wiring.attention, plain.dim, angles
     assert place.keys is not None
     assert place.values is not None
-    states = layer_steps.projected(normed.view(1, -1), [getattr(attention, name) for name in PROJECTIONS[:3]])
+    states = layer_steps.projected(normed, [getattr(attention, name) for name in PROJECTIONS[:3]])
     norms = None
     if plain.head_norms is not None:
         (q_norm, k_norm), (q_weight, k_weight) = plain.head_norms, _head_weights(plain)
@@ -284,6 +288,7 @@ def _attended(
         place.values,
         place.numbers,
         place.ordinal,
+        gated=plain.wiring.gated,
     )
     shape = AttentionShape(
         kv_heads=plain.kv_heads,
@@ -303,7 +308,17 @@ def _attended(
         scaling=plain.scaling,
         sinks=plain.sinks,
     )
-    return attended.view(1, -1)
+    attended, output = attended.view(1, -1), attention.o_proj
+    if not plain.wiring.gated:
+        (made,) = layer_steps.projected(attended, [output])
+    elif layer_steps.serves_product(output, attended):
+        (made,) = layer_steps.products(
+            attended, [output.weight], [output.bias], attended.dtype, factors=states[0], head=dim
+        )
+    else:
+        gates = states[0].view(plain.heads, 2 * dim)[:, dim:].reshape(1, -1)
+        made = output(attended * gates.sigmoid()).contiguous()
+    return made
 
 
 def _fed(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
@@ -312,25 +327,9 @@ def _fed(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
         made = wiring.mlp(normed)
         answer: torch.Tensor = made[0] if isinstance(made, tuple) else made
         return answer
-    return _routed(fused.router, wiring.router, wiring.experts, normed.view(1, -1))
-
-
-def _routed(known: KnownRouter, router: Any, experts: Any, x: torch.Tensor) -> torch.Tensor:
-    """Sum of the experts that a router chooses for ``x`` ``[1, hidden]``."""
-    runner: GpuExpertLayer = vars(experts)[EXPERTS_RUNNER]
-    if not known.serves(router, x) or not layer_steps.serves_rows(
-        router.weight, router._parameters.get("bias"), x
-    ):
-        made = router(x)
-        _, weights, index = (made[known.rule.order[place]] for place in range(3))
-        return runner.forward(x, index, weights)
-    return runner.forward_routed(x, _logits(known, router, x), known.rule, known.correction_of(router))
-
-
-def _logits(known: KnownRouter, router: Any, x: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float32 if known.widened else x.dtype
-    (logits,) = layer_steps.products(x, [router.weight], [router._parameters.get("bias")], dtype)
-    return logits
+    assert wiring.router is not None
+    assert wiring.experts is not None
+    return fused.router.routed(wiring.router, wiring.experts, normed.view(1, -1))
 
 
 def first_launches(layers: Iterable[FusedLayer], dtype: torch.dtype) -> list[Callable[[], None]]:
@@ -343,11 +342,22 @@ def first_launches(layers: Iterable[FusedLayer], dtype: torch.dtype) -> list[Cal
         layers: Of a model, on the GPU.
         dtype: Of the hidden states.
     """
-    kinds = {}
+    kinds: dict[Any, FusedLayer] = {}
     for layer in layers:
-        plain = layer.plain
-        sizes = plain.heads, plain.kv_heads, plain.dim, _window(plain)
-        kinds[sizes, plain.before, plain.after, plain.head_norms, layer.router is None] = layer
+        known = layer.plain
+        sizes: Any
+        if isinstance(known, DeltaLayer):
+            sizes = known.delta.kind()
+        else:
+            sizes = (
+                known.heads,
+                known.kv_heads,
+                known.dim,
+                _window(known),
+                known.head_norms,
+                known.wiring.gated,
+            )
+        kinds[sizes, known.before, known.after, layer.router is None] = layer
     return [partial(_launch_first, layer, dtype) for layer in kinds.values()]
 
 
@@ -356,28 +366,36 @@ def _window(plain: PlainLayer) -> int:
 
 
 def _launch_first(fused: FusedLayer, dtype: torch.dtype) -> None:
-    plain = fused.plain
-    before = plain.wiring.before.weight
-    assert isinstance(before, torch.Tensor)
+    known = fused.plain
+    before = weight_of(known.wiring.before)
 
     def zeros(*sizes: int) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype, device=before.device)
 
     def choose(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
-        known, router, x = fused.router, plain.wiring.router, normed.view(1, -1)
-        if known is not None and router is not None and known.serves(router, x):
-            logits, correction = _logits(known, router, x), known.correction_of(router)
-            routing.routed_request(x, logits, known.rule, correction, [], inputs=False)
+        router, x = fused.router, normed.view(1, -1)
+        if router is not None and known.wiring.router is not None:
+            router.launch_first(known.wiring.router, x)
         return torch.zeros_like(normed)
 
-    rows = (1, plain.kv_heads, 16, plain.dim)
-    numbers = torch.zeros(2, dtype=torch.int64, device=before.device)
-    memory = Place(zeros(*rows), zeros(*rows), 0)
-    place = ReplayLayer(memory, numbers, 0, window=_window(plain), packed=False)
-    angles = zeros(1, 1, fused.angles), zeros(1, 1, fused.angles)
     hidden, sums = zeros(1, 1, len(before)), Sums()
-    if not _serves(plain, place, hidden, angles):
+    if not _serves_norms(known.wiring, hidden):
         return
+    mix: _Mix
+    if isinstance(known, DeltaLayer):
+        states = known.delta.first_states(zeros(1))
+        if not serves_mixer(known.delta, hidden, states):
+            return
+        mix = partial(mixed, known.delta, states=states)
+    else:
+        rows = (1, known.kv_heads, 16, known.dim)
+        numbers = torch.zeros(2, dtype=torch.int64, device=before.device)
+        memory = Place(zeros(*rows), zeros(*rows), 0)
+        place = ReplayLayer(memory, numbers, 0, window=_window(known), packed=False)
+        angles = zeros(1, 1, fused.angles), zeros(1, 1, fused.angles)
+        if not _serves(known, place, hidden, angles):
+            return
+        mix = partial(_attended, known, place, angles)
     # The first layer of a token has nothing to add.
     for x in (hidden, sums.later(hidden, zeros(*hidden.shape))):
-        _computed(fused, place, x, angles, sums, choose)
+        _computed(fused, x, mix, sums, choose)

@@ -20,10 +20,11 @@ from moechat.models.decode.norms import Norm, recognise_norm
 from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.decode.rotary import Rotate, recognise_rotary, rotated_width, with_rotary
 from moechat.models.decode.routers import Rule, recognise_router
+from moechat.models.decode.shared_expert import GatedMlp, recognise_mlps, recognise_shared_blocks
 from moechat.offload.fused_delta import delta_forward, recognise_deltas
+from moechat.offload.fused_feed import FusedBlock, block_forward, mlp_forward
 from moechat.offload.fused_layers import (
     FusedLayer,
-    KnownRouter,
     Sums,
     layer_forward,
     recognise_layers,
@@ -31,6 +32,7 @@ from moechat.offload.fused_layers import (
 )
 from moechat.offload.kernels import routing, steps
 from moechat.offload.kernels.steps import served
+from moechat.offload.known_router import KnownRouter
 
 _FORWARD = "forward"
 
@@ -44,6 +46,8 @@ class FusedSteps:
     rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
     layers: dict[nn.Module, FusedLayer] = field(default_factory=dict)
     deltas: dict[nn.Module, GatedDelta] = field(default_factory=dict)
+    blocks: dict[nn.Module, FusedBlock] = field(default_factory=dict)
+    mlps: dict[nn.Module, GatedMlp] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.norms or self.routers or self.rotary)
@@ -72,8 +76,8 @@ class FusedSteps:
                     del module.__dict__[_FORWARD]
 
     def fewer(self) -> FusedSteps:
-        """The same without layers and their mixers, or nothing if there are none."""
-        if self.layers or self.deltas:
+        """The same without layers and their larger parts, or nothing if there are none."""
+        if self.layers or self.deltas or self.blocks or self.mlps:
             return FusedSteps(self.norms, self.routers, self.rotary)
         return FusedSteps()
 
@@ -84,6 +88,12 @@ class FusedSteps:
         for module, delta in self.deltas.items():
             if _FORWARD not in module.__dict__:
                 yield module, delta_forward(module, delta)
+        for module, block in self.blocks.items():
+            if _FORWARD not in module.__dict__:
+                yield module, block_forward(module, block)
+        for module, mlp in self.mlps.items():
+            if _FORWARD not in module.__dict__:
+                yield module, mlp_forward(module, mlp)
         for module, norm in self.norms.items():
             if _FORWARD not in module.__dict__:
                 yield module, _norm_forward(module, norm, sums)
@@ -114,8 +124,13 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
                 found.routers[module] = router
         elif (rotate := recognise_rotary(module)) is not None:
             found.rotary[module] = rotate
-    found.deltas = recognise_deltas(model)
-    found.layers = recognise_layers(model, found.norms, found.routers, found.rotary)
+    found.deltas, found.mlps = recognise_deltas(model), recognise_mlps(model)
+    rules = {module: router.rule for module, router in found.routers.items()}
+    found.blocks = {
+        module: FusedBlock(parts, found.routers[parts.router])
+        for module, parts in recognise_shared_blocks(model, found.mlps, rules).items()
+    }
+    found.layers = recognise_layers(model, found.norms, found.routers, found.rotary, found.deltas)
     return found
 
 

@@ -28,7 +28,7 @@ from moechat.models.dense_form import DenseForm
 from moechat.models.packed_rows import register_codec
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
-from moechat.offload import fused_layers
+from moechat.offload import fused_feed, fused_layers
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.far_memory import FarMemory, ReadProgress
 from moechat.offload.fused_steps import FusedSteps, recognise_steps
@@ -174,6 +174,7 @@ class GpuPlacement:
                 *self.pages.first_launches(top_k, dtype),
                 *packed_linear.first_launches(model.modules(), dtype),
                 *fused_layers.first_launches(self._steps.layers.values(), dtype),
+                *fused_feed.first_launches(self._steps.blocks.values(), self._steps.mlps.values(), dtype),
             ]
         )
 

@@ -36,7 +36,7 @@ SCALARS = {
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "super_at", "place",
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
-         "tail_head", "keys_head", "values_head", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
+         "tail_head", "keys_head", "values_head", "q_stride", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
          "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3", "kv_heads",
          *(f"{name}_{part}" for name in DELTA for part in ("start", "stride"))), "i32"
     ),
@@ -46,7 +46,7 @@ POINTERS = {
     "stats": "*fp32", "table": "*fp32", "numbers": "*i64",
 }  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
-EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head")
+EVEN = ("hidden", "rows", "cols", "sz", "super_at", "keys_head", "values_head", "q_stride")
 EVEN += ("row_stride", "q_head", "q_token", "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3")
 EVEN += tuple(f"{name}_{part}" for name in DELTA[2:] for part in ("start", "stride"))
 # Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.

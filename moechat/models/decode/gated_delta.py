@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule, recognised by its results (Qwen3-Next, Qwen3.5 and 3.6).
 
-For each head of values with a state ``S`` ``[k_dim, v_dim]``, a token computes (Yang et al., arXiv:2412.06464,
-section 3.1)::
+For each head of values with a state ``S`` ``[k_dim, v_dim]``, a token computes (Yang et al.,
+arXiv:2412.06464, section 3.1)::
 
     S = exp(decay) S;  S = S + k (beta (v - S' k))';  out = S' q
 
@@ -21,12 +21,11 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat.models.decode.probe import ELEMENTS, close, probing
-from moechat.models.decode.stand_ins import RandomProjection
+from moechat.models.decode.stand_ins import random_projections
 from moechat.models.state_layer import StateLayer
 
 # Added to the sum of squares of a query or a key.
 UNIT_EPS = 1e-6
-_PROBES = 3
 # Sizes of hidden states that are tried: with large ones, values that the family clips would differ.
 _SIZES = (1.0, 1.0, 20.0)
 _INPUTS = (
@@ -125,6 +124,16 @@ class GatedDelta:
         taps = mixer.conv1d.weight.view(self.channels, self.taps)
         return taps, mixer.A_log, mixer.dt_bias, mixer.norm.weight
 
+    def kind(self) -> GatedDelta:
+        """What mixers with the same sizes and code have in common."""
+        return replace(self, mixer=type(self.mixer), index=0)
+
+    def first_states(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States of zeros, as :meth:`states_of` returns them, with the type and device of ``like``."""
+        before = like.new_zeros((1, self.channels, self.taps))
+        heads = (1, self.v_heads, self.k_dim, self.v_dim)
+        return before, torch.zeros(heads, dtype=torch.float32, device=like.device)
+
     def states_of(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """States of the convolution ``[1, channels, taps]`` and of the heads ``[1, v_heads, k_dim, v_dim]``,
         float32; ``None``: before the first token, or of another shape.
@@ -157,7 +166,7 @@ def recognise_gated_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:
         delta = _described(module)
         if delta is None:
             continue
-        kind = replace(delta, mixer=type(module), index=0)
+        kind = delta.kind()
         if kind not in tried:
             tried[kind] = agrees(delta)
         if tried[kind]:
@@ -207,7 +216,10 @@ def _laid_out(module: Any, inputs: tuple[str, ...], numbers: list[int], eps: flo
             Rows(2, 0, group),
             Rows(3, 0, group),
         ]
-    return GatedDelta(module, inputs, *places, k_heads, v_heads, k_dim, v_dim, taps, eps, index)
+    q, k, v, gate, beta, decay = places
+    return GatedDelta(
+        module, inputs, q, k, v, gate, beta, decay, k_heads, v_heads, k_dim, v_dim, taps, eps, index
+    )
 
 
 def _fits(delta: GatedDelta) -> bool:
@@ -260,7 +272,7 @@ def reference(
     keys = heads * delta.k_dim
     q, k = (
         part.view(heads, 1, delta.k_dim).expand(-1, group, -1).reshape(delta.v_heads, -1).float()
-        for part in mixed.split([keys, keys, len(mixed) - 2 * keys])[:2]
+        for part in (mixed[:keys], mixed[keys : 2 * keys])
     )
     v = mixed[2 * keys :].view(delta.v_heads, delta.v_dim).float()
     q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + UNIT_EPS) for part in (q, k))
@@ -274,20 +286,20 @@ def reference(
     out = (state[0] * q[:, :, None]).sum(1).to(dtype).float()
     out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + delta.eps)
     gate = functional.silu(of(delta.gate, group * delta.v_dim).view(delta.v_heads, -1).float())
-    return ((weight * out.to(dtype)) * gate).to(dtype).view(1, -1)
+    normed: torch.Tensor = weight * out.to(dtype)
+    return (normed * gate).to(dtype).view(1, -1)
 
 
 def agrees(delta: GatedDelta) -> bool:
     """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens."""
     mixer, dtype = delta.mixer, delta.mixer.conv1d.weight.dtype
-    own = {name: mixer._modules[name] for name in (*delta.inputs, _OUTPUT)}
     hidden = delta.projections[0].in_features
     with probing() as generator:
 
         def normal(*sizes: int) -> torch.Tensor:
             return torch.randn(sizes, generator=generator).to(dtype)
 
-        layer = StateLayer()  # type: ignore[no-untyped-call]
+        layer = StateLayer()
         cache: Any = DynamicCache()
         cache.layers = [layer] * (delta.index + 1)
         state = torch.randn((1, delta.v_heads, delta.k_dim, delta.v_dim), generator=generator)
@@ -295,18 +307,15 @@ def agrees(delta: GatedDelta) -> bool:
         layer.update_recurrent_state(state)
         ours = [each.clone() for each in layer.tensors()]
         try:
-            for name, module in own.items():
-                mixer._modules[name] = RandomProjection(module, normal)
-            for size in _SIZES[:_PROBES]:
-                x = normal(1, 1, hidden) * size
-                theirs = mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
-                rows = [module(x).view(1, -1) for module in delta.projections]
-                made = delta.output(reference(delta, rows, *ours)).view_as(theirs)
-                pairs = [(theirs, made), *zip(layer.tensors(), ours, strict=True)]
-                if not all(close(found, wanted) for found, wanted in pairs):
-                    return False
+            with random_projections(mixer, (*delta.inputs, _OUTPUT), normal):
+                for size in _SIZES:
+                    x = normal(1, 1, hidden) * size
+                    theirs = mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
+                    rows = [module(x).view(1, -1) for module in delta.projections]
+                    made = delta.output(reference(delta, rows, *ours)).view_as(theirs)
+                    pairs = [(theirs, made), *zip(layer.tensors(), ours, strict=True)]
+                    if not all(close(found, wanted) for found, wanted in pairs):
+                        return False
         except Exception:  # the family's code needs more than the probe has
             return False
-        finally:
-            mixer._modules.update(own)
     return delta.states_of(cache) is not None

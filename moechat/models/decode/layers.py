@@ -75,7 +75,7 @@ def _native_part(module: nn.Module | None) -> Any:
 
 def _parts(layer: Any, angles: int) -> LayerParts | None:
     wiring = recognise_wiring(layer, lambda module: isinstance(_native_part(module), _native.Routing))
-    if wiring is None:
+    if wiring is None or wiring.gated:
         return None
     if not all(isinstance(_native_part(norm), _native.RmsNorm) for norm in (wiring.before, wiring.after)):
         return None

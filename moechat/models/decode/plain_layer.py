@@ -22,9 +22,8 @@ from moechat.models.decode.norms import Norm
 from moechat.models.decode.probe import ELEMENTS, close, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
-from moechat.models.decode.stand_ins import RandomProjection
+from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
-from moechat.models.skeleton import EXPERTS_RUNNER
 
 _PROBES = 3
 _PROBE_KEYS = 5
@@ -33,6 +32,9 @@ _PROBE_KEYS = 5
 @dataclass(frozen=True)
 class PlainLayer:
     """A decoder layer: grouped-query attention and a feed-forward part, each behind a norm.
+
+    If ``wiring.gated``, the projection to queries gives each head its query and then its gates, whose
+    sigmoids multiply the results of attention.
 
     Attributes:
         wiring: Its modules.
@@ -98,13 +100,10 @@ def find_plain_layer(
     if not all(hasattr(one, "in_features") and hasattr(one, "out_features") for one in projections):
         return None
     query, key, value, output = projections
-    heads, kv_heads = query.out_features // dim, key.out_features // dim
+    heads, kv_heads = output.in_features // dim, key.out_features // dim
+    queries = heads * dim * (2 if wiring.gated else 1)
     sizes = (query.out_features, key.out_features, value.out_features, output.in_features)
-    if (
-        not kv_heads
-        or heads % kv_heads
-        or sizes != (heads * dim, kv_heads * dim, kv_heads * dim, heads * dim)
-    ):
+    if not kv_heads or heads % kv_heads or sizes != (queries, kv_heads * dim, kv_heads * dim, heads * dim):
         return None
     head_norms = None
     modules = [module for name in HEAD_NORMS if (module := getattr(attention, name, None)) is not None]
@@ -176,13 +175,8 @@ def agrees(layer: Any, plain: PlainLayer, rule: Rule | None, angles: int) -> boo
             ]
             if not all(close(found, wanted) for found, wanted in pairs):
                 return False
-            if rule is not None:
-                # Of the experts' own inputs: one of two that nearly tie may be chosen for other rounding.
-                assert plain.wiring.router is not None
-                made = plain.wiring.router(x)
-                wanted = [made[rule.order[2]], made[rule.order[1]]]
-                if len(choice) != 2 or not all(map(torch.equal, choice, wanted)):
-                    return False
+            if rule is not None and not chooses(plain.wiring.router, rule, x, choice):
+                return False
     return True
 
 
@@ -195,13 +189,15 @@ def _computed(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The layer's result, its keys and values, and the inputs of its feed-forward part, from its parts."""
     wiring, attention = plain.wiring, plain.wiring.attention
-    normed = plain.before.apply(hidden, _weight(wiring.before))
-    states = [
-        getattr(attention, name)(normed).view(1, 1, -1, plain.dim).transpose(1, 2) for name in PROJECTIONS[:3]
-    ]
+    normed = plain.before.apply(hidden, weight_of(wiring.before))
+    states = [getattr(attention, name)(normed) for name in PROJECTIONS[:3]]
+    gates = None
+    if wiring.gated:
+        states[0], gates = states[0].view(1, 1, plain.heads, 2 * plain.dim).chunk(2, -1)
+    states = [rows.reshape(1, 1, -1, plain.dim).transpose(1, 2) for rows in states]
     if plain.head_norms is not None:
         for place, (name, norm) in enumerate(zip(HEAD_NORMS, plain.head_norms, strict=True)):
-            states[place] = norm.apply(states[place], _weight(getattr(attention, name)))
+            states[place] = norm.apply(states[place], weight_of(getattr(attention, name)))
     states[:2] = plain.rotate(*states[:2], *turns)
     query, keys, values = states[0], *(torch.cat(pair, dim=2) for pair in zip(kept, states[1:], strict=True))
     group = plain.heads // plain.kv_heads
@@ -210,53 +206,25 @@ def _computed(
         scores = torch.cat([scores, plain.sinks.float().view(1, -1, 1, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[2]]
     attended = (weights @ values.float().repeat_interleave(group, 1)).to(hidden.dtype)
-    hidden = hidden + attention.o_proj(attended.transpose(1, 2).reshape(1, 1, -1))
-    return hidden + answer, (keys, values), plain.after.apply(hidden, _weight(wiring.after))
+    attended = attended.transpose(1, 2).reshape(1, 1, -1)
+    if gates is not None:
+        attended = attended * gates.reshape(1, 1, -1).sigmoid()
+    hidden = hidden + attention.o_proj(attended)
+    return hidden + answer, (keys, values), plain.after.apply(hidden, weight_of(wiring.after))
 
 
-def _weight(norm: nn.Module) -> torch.Tensor:
+def weight_of(norm: nn.Module) -> torch.Tensor:
+    """The weight of a norm."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
-class _StandIn(nn.Module):
-    """Takes the place of the experts, or of the feed-forward part.
-
-    Attributes:
-        answer: What it returns.
-        seen: Its last arguments.
-    """
-
-    def __init__(self, answer: torch.Tensor) -> None:
-        super().__init__()
-        self.answer = answer
-        self.seen: tuple[torch.Tensor, ...] = ()
-
-    def forward(self, x: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
-        self.seen = (x, *choice)
-        return self.answer.view_as(x)
-
-
 @contextmanager
-def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterator[_StandIn]:
+def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterator[StandInExperts]:
     """Replace the projections of a layer, and its experts or its feed-forward part, in the block."""
-    wiring, attention = plain.wiring, plain.wiring.attention
-    before, width = {name: attention._modules[name] for name in PROJECTIONS}, _weight(wiring.before).shape[0]
-    experts, mlp = wiring.experts, wiring.mlp
-    runner = None if experts is None else vars(experts).get(EXPERTS_RUNNER)
-    stand_in = _StandIn(normal(1, 1, width))
-    try:
-        for name, own in before.items():
-            attention._modules[name] = RandomProjection(own, normal)
-        if experts is None:
-            mlp.__dict__["forward"] = stand_in.forward
-        else:
-            vars(experts)[EXPERTS_RUNNER] = stand_in
+    wiring = plain.wiring
+    stand_in = StandInExperts(normal(1, 1, weight_of(wiring.before).shape[0]))
+    part = wiring.mlp if wiring.experts is None else wiring.experts
+    with random_projections(wiring.attention, PROJECTIONS, normal), stand_in.in_place_of(part):
         yield stand_in
-    finally:
-        attention._modules.update(before)
-        if experts is None:
-            del mlp.__dict__["forward"]
-        else:
-            vars(experts)[EXPERTS_RUNNER] = runner

@@ -1,12 +1,17 @@
-"""Stand-ins for projections, so that a module can be tried wherever and however these keep their weights."""
+"""Stand-ins for projections and experts, so that a module can be tried however these keep their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from moechat.models.decode.routers import Rule
+from moechat.models.experts_interface import is_experts_module
+from moechat.models.skeleton import EXPERTS_RUNNER
 
 # A prime, so that no two heads have the same rows.
 _FEW_ROWS = 61
@@ -32,3 +37,70 @@ class RandomProjection(nn.Module):
         """``[..., out_features]``."""
         made: torch.Tensor = (x @ self._few.T)[..., self._row] * self._factor + self._bias
         return made
+
+
+@contextmanager
+def random_projections(
+    module: nn.Module, names: Iterable[str], normal: Callable[..., torch.Tensor]
+) -> Iterator[None]:
+    """Replace projections of a module in the block.
+
+    Args:
+        module: The module.
+        names: Of its projections.
+        normal: Makes random numbers of the type of the hidden states.
+    """
+    own: dict[str, nn.Module | None] = {name: module._modules[name] for name in names}
+    try:
+        for name, projection in own.items():
+            module._modules[name] = RandomProjection(projection, normal)
+        yield
+    finally:
+        module._modules.update(own)
+
+
+class StandInExperts:
+    """Takes the place of experts, or of a feed-forward part.
+
+    Attributes:
+        answer: What it returns.
+        seen: Its last arguments.
+    """
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        self.answer = answer
+        self.seen: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
+        """The answer, in the shape of ``x``."""
+        self.seen = (x, *choice)
+        return self.answer.view_as(x)
+
+    @contextmanager
+    def in_place_of(self, module: nn.Module) -> Iterator[None]:
+        """Compute ``module`` in the block: experts, or any whose ``forward`` is its class's."""
+        held = vars(module)
+        if not is_experts_module(module):
+            held["forward"] = self.forward
+            try:
+                yield
+            finally:
+                del held["forward"]
+            return
+        runner = held.get(EXPERTS_RUNNER)
+        held[EXPERTS_RUNNER] = self
+        try:
+            yield
+        finally:
+            held[EXPERTS_RUNNER] = runner
+
+
+def chooses(router: nn.Module | None, rule: Rule, x: torch.Tensor, choice: Sequence[torch.Tensor]) -> bool:
+    """Whether ``choice``, what experts were called with besides ``x``, is what the router chooses for it.
+
+    For the experts' own inputs: one of two that nearly tie may be chosen for other rounding.
+    """
+    if router is None or len(choice) != 2:
+        return False
+    made = router(x)
+    return all(map(torch.equal, choice, (made[rule.order[2]], made[rule.order[1]])))

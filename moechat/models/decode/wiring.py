@@ -18,7 +18,11 @@ from moechat.models.experts_interface import is_experts_module
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-_LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
+# What mixes the tokens of a layer, by attention or by linear attention.
+ATTENTION, LINEAR_ATTENTION = "self_attn", "linear_attn"
+_BESIDE = frozenset({"input_layernorm", "post_attention_layernorm", "mlp"})
+# Names in the code of layers that are of one kind or the other, and of such whose ``mlp`` may return more.
+_CHOOSES = frozenset({ATTENTION, LINEAR_ATTENTION, "layer_type", "block_type", "isinstance", "tuple"})
 _ATTENTION_NAMES = frozenset(
     {
         # modules and sizes
@@ -30,6 +34,8 @@ _ATTENTION_NAMES = frozenset(
         *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
     }
 )
+# And of attention whose results are multiplied by gates, which are projected with the queries.
+_GATES = frozenset({"torch", "chunk", "sigmoid"})
 # Options without effect if not set, and the names that their code uses.
 _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
 _EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
@@ -44,7 +50,9 @@ _BASE_NAMES = frozenset(
         *("embed_tokens", "layers", "norm", "rotary_emb", "config", "num_hidden_layers", "layer_types"),
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
+        "create_recurrent_attention_mask",
         *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
+        *("view", "expand", "ndim"),
         "BaseModelOutputWithPast",  # until transformers 5.22, of some families
     }
 )
@@ -67,11 +75,12 @@ class Wiring:
 
     Attributes:
         before: Norm of its inputs.
-        attention: Its attention module.
+        attention: Its attention module, or linear attention.
         after: Norm before its feed-forward part.
         mlp: Its feed-forward part.
         router: Router, if ``mlp`` has only a router and its experts; else ``None``.
         experts: Experts, if ``router`` is set.
+        gated: The results of attention are multiplied by gates.
     """
 
     before: nn.Module
@@ -80,6 +89,7 @@ class Wiring:
     mlp: nn.Module
     router: nn.Module | None
     experts: nn.Module | None
+    gated: bool
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the layer is computed in another way."""
@@ -96,22 +106,29 @@ class Wiring:
         return children <= known and not set(self.attention._parameters) - {"sinks"}
 
 
-def recognise_wiring(layer: Any, is_router: Callable[[nn.Module | None], bool]) -> Wiring | None:
+def recognise_wiring(
+    layer: Any, is_router: Callable[[nn.Module | None], bool], mixer: str = ATTENTION
+) -> Wiring | None:
     """The parts of a decoder layer; ``None`` if its code does anything else with them.
 
     Args:
         layer: Any module.
         is_router: Whether a module is a router that is known.
+        mixer: :data:`ATTENTION`, or :data:`LINEAR_ATTENTION`, whose own code is not looked at.
     """
-    if set(dict(layer.named_children())) != _LAYER_NAMES or "forward" in vars(layer) or layer.training:
+    if set(dict(layer.named_children())) != {*_BESIDE, mixer} or "forward" in vars(layer) or layer.training:
         return None
-    attention, mlp = layer.self_attn, layer.mlp
-    names = _ATTENTION_NAMES
+    attention, mlp = layer._modules[mixer], layer.mlp
+    if not uses_only(layer, _BESIDE | _CHOOSES):
+        return None
+    names, gated = _ATTENTION_NAMES, False
     for option, more in _OPTIONAL.items():
         if getattr(getattr(attention, "config", None), option, None) is None:
             names |= more
-    if not uses_only(layer, _LAYER_NAMES) or not uses_only(attention, names):
-        return None
+    if mixer == ATTENTION and not uses_only(attention, names):
+        gated = True
+        if not uses_only(attention, names | _GATES):
+            return None
     children = dict(mlp.named_children())
     experts = next((child for child in children.values() if is_experts_module(child)), None)
     router = next((child for child in children.values() if child is not experts), None)
@@ -124,7 +141,8 @@ def recognise_wiring(layer: Any, is_router: Callable[[nn.Module | None], bool]) 
     )
     if not plain:
         router = experts = None
-    return Wiring(layer.input_layernorm, attention, layer.post_attention_layernorm, mlp, router, experts)
+    before, after = layer.input_layernorm, layer.post_attention_layernorm
+    return Wiring(before, attention, after, mlp, router, experts, gated)
 
 
 def only_calls_layers(base: Any) -> bool:

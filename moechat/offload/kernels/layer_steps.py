@@ -33,10 +33,13 @@ def serves_product(module: nn.Module, x: torch.Tensor) -> bool:
 
 def serves_rows(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
     """Whether :func:`products` takes these: plain rows of the type of ``x`` ``[1, columns]``."""
+    return weight.shape[1] == x.shape[-1] and serves_weights(weight, bias, x)
+
+
+def serves_weights(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether :func:`products` takes these for a row of another size, of the type and device of ``x``."""
     given = [weight] if bias is None else [weight, bias]
-    return weight.shape[1] == x.shape[-1] and all(
-        each.dtype is x.dtype and each.device == x.device and each.is_contiguous() for each in given
-    )
+    return all(each.dtype is x.dtype and each.device == x.device and each.is_contiguous() for each in given)
 
 
 def projected(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
@@ -58,23 +61,33 @@ def products(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     dtype: torch.dtype,
+    *,
+    factors: torch.Tensor | None = None,
+    head: int = 0,
 ) -> list[torch.Tensor]:
     """``x @ weight.T + bias`` for each matrix, ``[1, rows]``; products and sums are in float32.
+
+    The results are parts of one tensor, one behind the other.
 
     Args:
         x: ``[1, columns]``, contiguous.
         weights: One to :data:`MOST_MATRICES` matrices ``[rows, columns]`` of one type, contiguous.
         biases: ``[rows]``, contiguous, or ``None``: for all or for none.
         dtype: Of the results.
+        factors: The row is the SiLU of ``x`` times these, ``[1, columns]``, contiguous, of its type.
+        head: Elements of a head: the row is ``x`` times the sigmoids of gates, one for each element;
+            ``factors`` are ``[1, 2 * columns]``, those of a head behind as many other elements. 0: see there.
     """
     rows, columns = [len(weight) for weight in weights], x.shape[-1]
     out = torch.empty((1, sum(rows)), dtype=dtype, device=x.device)
     spare = MOST_MATRICES - len(weights)
     there = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     constants = _product_constants(columns, rows, has_bias=biases[0] is not None)
+    constants |= {"FACTORS": factors is not None, "HEAD": head}
     programs = sum(-(-count // constants["ROWS"]) for count in rows)
     triton_layer.products[(programs,)](
         x,
+        x if factors is None else factors,
         *weights,
         *[weights[0]] * spare,
         *there,
@@ -99,6 +112,8 @@ def place_heads(
     values: torch.Tensor,
     numbers: torch.Tensor,
     place: int,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Write the keys and values of a token to the cache; returns its queries, ``[1, heads, 1, dim]``.
 
@@ -113,9 +128,11 @@ def place_heads(
         values: The same for the values.
         numbers: int64 ``[1 + layers]``; see :mod:`moechat.offload.kernels.triton_attention`.
         place: The layer.
+        gated: Each query has as many gates behind it, which are left out.
     """
     q, k, v = states
-    q_heads, kv_heads = q.numel() // dim, k.numel() // dim
+    q_stride = 2 * dim if gated else dim
+    q_heads, kv_heads = q.numel() // q_stride, k.numel() // dim
     q_out = torch.empty((1, q_heads, 1, dim), dtype=q.dtype, device=q.device)
     packed = keys.dtype is ROW_TYPE
     # Packed rows are made by the kernel that does so everywhere, from keys that were rotated aside.
@@ -136,6 +153,7 @@ def place_heads(
         place,
         dim if packed else keys.stride(1),
         dim if packed else values.stride(1),
+        q_stride,
         q_heads,
         kv_heads,
         q_norm.eps,
@@ -152,6 +170,30 @@ def place_heads(
     return q_out
 
 
+def add_shared(x: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """``x`` plus the result of a shared expert, in memory of its own.
+
+    Args:
+        x: ``[1, columns]``, contiguous.
+        shared: Likewise, of the same type.
+        gate: A number whose sigmoid multiplies ``shared``, of the same type; ``None``: nothing does.
+    """
+    out, constants = torch.empty_like(x), _shared_constants(x.shape[-1], gated=gate is not None)
+    triton_layer.add_shared[(-(-constants["COLUMNS"] // constants["AT_ONCE"]),)](
+        x,
+        shared,
+        x if gate is None else gate,
+        out,
+        num_warps=_WARPS,
+        **constants,
+    )
+    return out
+
+
+def _shared_constants(columns: int, *, gated: bool) -> dict[str, Any]:
+    return {"COLUMNS": columns, "AT_ONCE": min(_AT_ONCE, steps.power(columns)), "GATED": gated}
+
+
 def _product_constants(columns: int, rows: Sequence[int], *, has_bias: bool) -> dict[str, Any]:
     at_once = min(_AT_ONCE, steps.power(columns))
     return {
@@ -161,6 +203,8 @@ def _product_constants(columns: int, rows: Sequence[int], *, has_bias: bool) -> 
         "ROWS": _ROWS if sum(rows) >= _MANY_ROWS else 1,
         "MATRICES": len(rows),
         "HAS_BIAS": has_bias,
+        "FACTORS": False,
+        "HEAD": 0,
     }
 
 
@@ -198,7 +242,12 @@ def launches(
     """
     name = POINTERS[dtype]
     matrices = dict.fromkeys(
-        ("x", "out", *(f"{name}_{place}" for name in ("matrix", "bias") for place in range(MOST_MATRICES))),
+        (
+            "x",
+            "factors",
+            "out",
+            *(f"{name}_{place}" for name in ("matrix", "bias") for place in range(MOST_MATRICES)),
+        ),
         name,
     )
     states = dict.fromkeys(
@@ -215,6 +264,25 @@ def launches(
                 _WARPS,
             )
             for columns, sizes, out in shapes
+        ),
+        *(
+            Kernel(
+                triton_layer.products,
+                {
+                    **_product_constants(rows[1], (hidden,), has_bias=has_bias),
+                    "FACTORS": True,
+                    "HEAD": elements,
+                },
+                matrices,
+                _WARPS,
+            )
+            for elements in (0, head[0])
+        ),
+        Kernel(
+            triton_layer.add_shared,
+            _shared_constants(hidden, gated=True),
+            dict.fromkeys(("x", "shared", "gate", "out"), name),
+            _WARPS,
         ),
         *(
             Kernel(triton_layer.heads, _heads_constants(*head, norms, placed=placed), states, 1)

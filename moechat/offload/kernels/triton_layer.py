@@ -14,9 +14,32 @@ from moechat.offload.kernels.triton_steps import turned
 
 
 @triton.jit
-def _terms(x, starts, column, inside, there, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LANE: tl.constexpr):
+def _terms(
+    x,
+    factors,
+    starts,
+    column,
+    inside,
+    there,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LANE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    HEAD: tl.constexpr,
+):
     """Sums of ``LANE`` neighbouring products of each row, which one thread reads: ``[ROWS, parts]``."""
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if FACTORS:
+        kind = x.dtype.element_ty
+        if HEAD:
+            # The gates of a head lie behind its query.
+            place = column + (column // HEAD + 1) * HEAD
+            gates = tl.load(factors + place, mask=inside, other=0.0).to(tl.float32)
+            values *= (1.0 / (1.0 + tl.exp(-gates))).to(kind).to(tl.float32)
+        else:
+            others = tl.load(factors + column, mask=inside, other=0.0).to(tl.float32)
+            values = (values / (1.0 + tl.exp(-values))).to(kind).to(tl.float32) * others
+        values = values.to(kind).to(tl.float32)
     weights = tl.load(starts + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     return tl.sum(tl.reshape(weights * values[None, :], [ROWS, AT_ONCE // LANE, LANE]), axis=2)
 
@@ -24,6 +47,7 @@ def _terms(x, starts, column, inside, there, ROWS: tl.constexpr, AT_ONCE: tl.con
 @triton.jit
 def _product(
     x,
+    factors,
     weight,
     bias,
     out,
@@ -34,6 +58,8 @@ def _product(
     LANE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
     """``ROWS`` outputs of a matrix. All threads share the rows, so that each reads the inputs once."""
     row = program * ROWS + tl.arange(0, ROWS)
@@ -44,10 +70,15 @@ def _product(
     # Whole tiles need no mask for their columns.
     WHOLE: tl.constexpr = COLUMNS // AT_ONCE * AT_ONCE
     for first in range(0, WHOLE, AT_ONCE):
-        sums += _terms(x, starts, first + column, column >= 0, there[:, None], ROWS, AT_ONCE, LANE)
+        sums += _terms(
+            x, factors, starts, first + column, column >= 0, there[:, None], ROWS, AT_ONCE, LANE, FACTORS,
+            HEAD,
+        )  # fmt: skip
     if WHOLE < COLUMNS:
         last = WHOLE + column
-        sums += _terms(x, starts, last, last < COLUMNS, there[:, None], ROWS, AT_ONCE, LANE)
+        sums += _terms(
+            x, factors, starts, last, last < COLUMNS, there[:, None], ROWS, AT_ONCE, LANE, FACTORS, HEAD
+        )  # fmt: skip
     total = tl.sum(sums, axis=1)
     if HAS_BIAS:
         total += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
@@ -57,6 +88,7 @@ def _product(
 @triton.jit
 def products(
     x,
+    factors,
     matrix_0,
     matrix_1,
     matrix_2,
@@ -76,32 +108,65 @@ def products(
     ROWS: tl.constexpr,
     MATRICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
-    """Products of one row with up to four matrices, their results in a row. Program (part of the rows)."""
+    """Products of one row with up to four matrices, their results in a row. Program (part of the rows).
+
+    If ``FACTORS``, the row is the SiLU of ``x`` times ``factors``; or, where heads have ``HEAD`` elements,
+    ``x`` times the sigmoid of gates, which are every second ``HEAD`` elements of ``factors``.
+    """
     program = tl.program_id(0)
     firsts = tl.cdiv(rows_0, ROWS)
     if MATRICES == 1:
-        _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+        _product(
+            x, factors, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS,
+            FACTORS, HEAD,
+        )  # fmt: skip
     else:
         seconds = firsts + tl.cdiv(rows_1, ROWS)
         thirds = seconds + tl.cdiv(rows_2, ROWS)
         if program < firsts:
-            _product(x, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS)
+            _product(
+                x, factors, matrix_0, bias_0, out, program, rows_0, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS,
+                FACTORS, HEAD,
+            )  # fmt: skip
         elif program < seconds:
             to = out + rows_0
+            program -= firsts
             _product(
-                x, matrix_1, bias_1, to, program - firsts, rows_1, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
-            )
+                x, factors, matrix_1, bias_1, to, program, rows_1, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS,
+                FACTORS, HEAD,
+            )  # fmt: skip
         elif program < thirds:
             to = out + rows_0 + rows_1
+            program -= seconds
             _product(
-                x, matrix_2, bias_2, to, program - seconds, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
-            )
+                x, factors, matrix_2, bias_2, to, program, rows_2, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS,
+                FACTORS, HEAD,
+            )  # fmt: skip
         else:
             to = out + rows_0 + rows_1 + rows_2
+            program -= thirds
             _product(
-                x, matrix_3, bias_3, to, program - thirds, rows_3, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS
-            )
+                x, factors, matrix_3, bias_3, to, program, rows_3, COLUMNS, AT_ONCE, LANE, ROWS, HAS_BIAS,
+                FACTORS, HEAD,
+            )  # fmt: skip
+
+
+@triton.jit
+def add_shared(x, shared, gate, out, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, GATED: tl.constexpr):
+    """``x + shared``; if ``GATED``, ``shared`` is first multiplied by the sigmoid of a number."""
+    column = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    inside = column < COLUMNS
+    kind = out.dtype.element_ty
+    added = tl.load(shared + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        factor = tl.load(gate).to(tl.float32)
+        factor = (1.0 / (1.0 + tl.exp(-factor))).to(kind).to(tl.float32)
+        added = (factor * added).to(kind).to(tl.float32)
+    added += tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + column, added.to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize=["place", "q_heads", "kv_heads"])
@@ -120,6 +185,7 @@ def heads(
     place,
     keys_head,
     values_head,
+    q_stride,
     q_heads,
     kv_heads,
     q_eps,
@@ -145,10 +211,9 @@ def heads(
     """
     head = tl.program_id(0)
     if head < q_heads:
-        at = head * DIM
         turned(
-            q + at, q_weight, cos, sin, q_out + at, q_eps, q_offset, DIM, ANGLES, WIDTH, HALF_PADDED,
-            REST_PADDED, NORMED, Q_ROUND_FIRST,
+            q + head * q_stride, q_weight, cos, sin, q_out + head * DIM, q_eps, q_offset, DIM, ANGLES, WIDTH,
+            HALF_PADDED, REST_PADDED, NORMED, Q_ROUND_FIRST,
         )  # fmt: skip
     else:
         slot = tl.load(numbers + 1 + place)

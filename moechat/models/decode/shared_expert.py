@@ -1,0 +1,224 @@
+"""Gated feed-forward parts, alone and beside routed experts, recognised by their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.routers import Rule
+from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
+from moechat.models.experts_interface import is_experts_module
+
+_GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
+_ACTIVATIONS = ("act_fn", "act")
+# Sizes of hidden states that are tried: with large ones, values that the family clips would differ.
+_SIZES = (1.0, 1.0, 20.0)
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """``down(silu(gate(x)) * up(x))``.
+
+    Attributes:
+        module: The module.
+    """
+
+    module: Any
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The projections whose results are multiplied: first the one that is activated."""
+        return [self.module._modules[name] for name in (_GATE, _UP)]
+
+    @property
+    def output(self) -> Any:
+        """The last projection."""
+        return self.module._modules[_DOWN]
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Hook dictionaries of all modules that are bypassed if the part is computed in another way."""
+        return tuple(
+            hooks
+            for module in self.module.children()
+            for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        )
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """Routed experts, and a shared one whose result is added.
+
+    Attributes:
+        block: The module.
+        router: Its router.
+        experts: Its routed experts.
+        shared: Its shared expert.
+        gate: Projection to a number whose sigmoid multiplies the shared expert's result, or ``None``.
+    """
+
+    block: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    shared: GatedMlp
+    gate: nn.Module | None
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Hook dictionaries of all modules that are bypassed if the block is computed in another way."""
+        bypassed = [self.router, self.experts, *self.shared.module.modules()]
+        bypassed += [] if self.gate is None else [self.gate]
+        return tuple(
+            hooks for module in bypassed for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        )
+
+
+def recognise_mlps(model: nn.Module) -> dict[nn.Module, GatedMlp]:
+    """The gated feed-forward parts of a model. One of each kind is tried.
+
+    Args:
+        model: Its projections may keep their weights anywhere.
+    """
+    tried: dict[Any, bool] = {}
+    found: dict[nn.Module, GatedMlp] = {}
+    for module in model.modules():
+        if not _may_be_mlp(module):
+            continue
+        mlp = GatedMlp(module)
+        sizes = [(each.in_features, each.out_features) for each in (*mlp.inputs, mlp.output)]
+        kind = (type(module), _type_of(module), *sizes)
+        if kind not in tried:
+            tried[kind] = _mlp_agrees(mlp)
+        if tried[kind]:
+            found[module] = mlp
+    return found
+
+
+def _may_be_mlp(module: Any) -> bool:
+    children = dict(module.named_children())
+    projections = [children.get(name) for name in (_GATE, _UP, _DOWN)]
+    if set(children) - {_GATE, _UP, _DOWN, *_ACTIVATIONS} or "forward" in vars(module):
+        return False
+    if not all(hasattr(each, "in_features") and hasattr(each, "out_features") for each in projections):
+        return False
+    return not any(parameter is not None for parameter in module._parameters.values())
+
+
+def _type_of(module: nn.Module) -> torch.dtype:
+    """Of the hidden states."""
+    weights = (each.dtype for each in module.parameters() if each.dtype in ELEMENTS)
+    return next(weights, torch.bfloat16)
+
+
+def _mlp_agrees(mlp: GatedMlp) -> bool:
+    dtype = _type_of(mlp.module)
+    with probing() as generator:
+        normal = _normal(generator, dtype)
+        with random_projections(mlp.module, (_GATE, _UP, _DOWN), normal):
+            for size in _SIZES:
+                x = normal(1, mlp.inputs[0].in_features) * size
+                try:
+                    theirs = mlp.module.forward(x.clone())
+                except Exception:  # the family's code needs more than the probe has
+                    return False
+                if not isinstance(theirs, torch.Tensor) or not close(theirs, fed(mlp, x)):
+                    return False
+    return True
+
+
+def _normal(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    return normal
+
+
+def fed(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor:
+    """What a gated feed-forward part computes, by its projections."""
+    gate, up = (module(x) for module in mlp.inputs)
+    answer: torch.Tensor = mlp.output(functional.silu(gate) * up)
+    return answer
+
+
+def recognise_shared_blocks(
+    model: nn.Module, mlps: Mapping[nn.Module, GatedMlp], rules: Mapping[nn.Module, Rule]
+) -> dict[nn.Module, SharedBlock]:
+    """Blocks of routed experts and a shared one. One of each kind is tried.
+
+    Args:
+        model: Its routers are on the CPU.
+        mlps: Of the model.
+        rules: Of its routers that are known.
+    """
+    tried: dict[Any, bool] = {}
+    found: dict[nn.Module, SharedBlock] = {}
+    for module in model.modules():
+        block = _described(module, mlps, rules)
+        if block is None:
+            continue
+        kind = (type(module), type(block.router), block.gate is None)
+        if kind not in tried:
+            tried[kind] = _block_agrees(block, rules[block.router])
+        if tried[kind]:
+            found[module] = block
+    return found
+
+
+def _described(
+    module: nn.Module, mlps: Mapping[nn.Module, GatedMlp], rules: Mapping[nn.Module, Rule]
+) -> SharedBlock | None:
+    children = [child for _, child in module.named_children()]
+    experts = [child for child in children if is_experts_module(child)]
+    routers = [child for child in children if child in rules]
+    shared = [child for child in children if child in mlps]
+    rest = [child for child in children if child not in (*experts, *routers, *shared)]
+    if len(experts) != 1 or len(routers) != 1 or len(shared) != 1 or len(rest) > 1:
+        return None
+    if any(parameter is not None for parameter in module._parameters.values()) or "forward" in vars(module):
+        return None
+    gate = rest[0] if rest else None
+    if gate is not None and (
+        getattr(gate, "out_features", 0) != 1 or getattr(gate, "bias", None) is not None
+    ):
+        return None
+    return SharedBlock(module, routers[0], experts[0], mlps[shared[0]], gate)
+
+
+def _block_agrees(block: SharedBlock, rule: Rule) -> bool:
+    weight = block.router.get_parameter("weight")
+    if not weight.is_cpu:
+        return False
+    width, gates = (
+        weight.shape[-1],
+        [name for name, child in block.block.named_children() if child is block.gate],
+    )
+    with probing() as generator:
+        normal = _normal(generator, _type_of(block.shared.module))
+        experts = StandInExperts(normal(1, width))
+        with (
+            random_projections(block.shared.module, (_GATE, _UP, _DOWN), normal),
+            random_projections(block.block, gates, normal),
+            experts.in_place_of(block.experts),
+        ):
+            for size in _SIZES:
+                x = normal(1, 1, width) * size
+                row = x.view(1, width)
+                try:
+                    theirs = block.block.forward(x.clone())
+                except Exception:  # the family's code needs more than the probe has
+                    return False
+                ours = fed(block.shared, row)
+                if gates:
+                    gate: Any = block.block._modules[gates[0]]
+                    ours = gate(row).sigmoid() * ours
+                ours = experts.answer + ours
+                if not isinstance(theirs, torch.Tensor) or not close(theirs.view_as(ours), ours):
+                    return False
+                seen, *choice = experts.seen
+                if not torch.equal(seen.view_as(x), x) or not chooses(block.router, rule, row, choice):
+                    return False
+    return True
