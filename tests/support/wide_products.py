@@ -120,7 +120,7 @@ def use_wide_products(patch: Any) -> None:
 
 def use_cheaper_kernels(patch: Any) -> None:
     """Everything that makes kernels cheap in the interpreter, as tests of the engine use it."""
-    from moechat.offload.kernels import attention, launch, packed_linear
+    from moechat.offload.kernels import attention, launch, layer_steps, packed_linear
 
     use_wide_products(patch)
     if launch.INTERPRETED:
@@ -128,3 +128,5 @@ def use_cheaper_kernels(patch: Any) -> None:
         patch.setattr(attention, "PROGRAMS", 8)
         patch.setattr(attention, "TILE_KEYS", (16, 16))
         patch.setattr(packed_linear, "ROWS", 64)
+        patch.setattr(layer_steps, "_ROWS", 64)
+        patch.setattr(layer_steps, "_MANY_ROWS", 1)

@@ -187,7 +187,8 @@ def fails(*_: object, **__: object) -> torch.Tensor:
     raise RuntimeError("no such instruction")
 
 
-def unrotated(states, *_: object) -> torch.Tensor:
+def unrotated(states, *_: object, gated: bool) -> torch.Tensor:
+    assert not gated
     q = states[0]
     return q.view(1, -1, 1, q.numel() // 4)
 

@@ -152,7 +152,7 @@ def test_a_failed_recording_leaves_the_states_as_they_were(
 
 def test_states_that_move_are_not_replayed(checkpoints, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [PROMPT, *each(TOKENS[:4])]
-    own, model = LinearAttentionLayer.update_recurrent_state, checkpoints("qwen3_next")
+    own, model = LinearAttentionLayer.update_recurrent_state, checkpoints("kimi_linear")
 
     def moving(layer, *arguments, **named):
         made = own(layer, *arguments, **named)
