@@ -228,7 +228,8 @@ def _costs_on_gpu(shape: ModelShape, in_ram: float, notes: list[str]) -> tuple[C
 
 def assumed_on_gpu(shape: ModelShape) -> Costs:
     """Costs on a GPU that was not measured: a mid-range one on PCIe 4.0 x16."""
-    calls, reading = gpu_calls(_ASSUMED_COPY), shape.top_k * shape.expert_bytes / _ASSUMED_GPU
+    calls = gpu_calls(_ASSUMED_COPY, dense_kernels=shape.kernels, graphs=shape.graphs)
+    reading = shape.top_k * shape.expert_bytes / _ASSUMED_GPU
     return Costs(
         attention=calls.layer(shape.layer_dense_bytes / _ASSUMED_GPU),
         moe=calls.experts(reading),

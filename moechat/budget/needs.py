@@ -145,12 +145,13 @@ def uses_graphs(outline: ModelOutline, memory: Memory) -> bool:
     return isinstance(memory, GpuMemory) and memory.graphs and outline.can_replay
 
 
-def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
+def model_shape(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory | None = None) -> ModelShape:
     """The sizes that the time of a token depends on.
 
     Args:
         outline: The model's sizes.
         geometry: Shape and encoding of its experts.
+        memory: The memory that computes; ``None``: no time on a GPU is asked for.
     """
     return ModelShape(
         layers=len(outline.expert_layers),
@@ -166,6 +167,8 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
         kv_bytes=outline.cache.read_bytes(SPEED_CONTEXT) // SPEED_CONTEXT,
         hidden_size=geometry.hidden_size,
         grids=geometry.grid_share,
+        kernels=outline.kernels,
+        graphs=not isinstance(memory, GpuMemory) or uses_graphs(outline, memory),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from moechat.configurator import gpu_rates
 from moechat.configurator.costs import Costs
-from moechat.configurator.gpu_pattern import GpuCalls, gpu_calls
+from moechat.configurator.gpu_pattern import DENSE_KERNELS, GpuCalls, gpu_calls
 from moechat.errors import UsageError
 from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures, ModelTimes, Origin
 
@@ -32,7 +32,7 @@ _USUAL_CONTEXT = 1024
 _RELIABILITY: tuple[Origin, ...] = ("measured", "published", "datasheet", "estimate")
 
 
-_MAY_BE_NOTHING = ("kv_bytes", "head_bytes", "dense_bytes", "grids")
+_MAY_BE_NOTHING = ("kv_bytes", "head_bytes", "dense_bytes", "grids", "graphs")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class ModelShape:
         kv_bytes: Attention cache of the whole model for one token of context.
         hidden_size: Size of the hidden states.
         grids: Share of the expert weights in encodings with grids.
+        kernels: Kernels of the dense part on a GPU for each layer.
+        graphs: Decoded tokens are replayed from CUDA graphs on a GPU; else torch launches every kernel.
 
     Raises:
         ValueError: A value is negative, or a count is 0.
@@ -72,6 +74,8 @@ class ModelShape:
     kv_bytes: int
     hidden_size: int
     grids: float = 0.0
+    kernels: float = DENSE_KERNELS
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -160,7 +164,13 @@ def cost_figures(
     each = shape.expert_bytes
     held = round(in_ram * shape.all_expert_bytes) if near == "gpu" else 0
     figures = {"load": _over(each, link_rate(link, each, held)), "latency": _first_byte(link)}
-    calls = gpu_calls(_copy_overhead(link), profile.gpu, ahead_layers=shape.layers if ahead else 0)
+    calls = gpu_calls(
+        _copy_overhead(link),
+        profile.gpu,
+        ahead_layers=shape.layers if ahead else 0,
+        dense_kernels=shape.kernels,
+        graphs=shape.graphs,
+    )
     together = link_rate_together(link, each, held)
     if together is not None:
         figures["load_together"] = _over(each, together)

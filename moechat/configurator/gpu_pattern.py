@@ -69,15 +69,22 @@ LAYER_ACCOUNT = 6.5e-6
 # Host: sampling, text, the token's number and position to the GPU, for each token.
 TOKEN_HOST = 200e-6
 # Kernels of a decoder layer of plain attention behind norms (moechat/offload/fused_layers.py), without its
-# experts; a copy of the request is counted with the wait for the choice. And of the head.
+# experts; a copy of the request is counted with the wait for the choice. Other layers have others
+# (moechat/sizes/layer_kernels.py). And of the head.
 DENSE_KERNELS = 9
 HEAD_KERNELS = 6
+# Host: a kernel that torch launches from Python, where tokens are not replayed: an estimate, at the lower end
+# of 5 to 25 us for an operation (jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
+EAGER_CALL = 8e-6
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1
 # And of a layer that the GPU runs by itself: the lookup of its blocks.
 LOOKUP_KERNELS = 1
 # Fields that plans alone need.
-_NOT_OF_TIMELINES = ("kernels", "graph_kernel", "triton", "account", "start", "finish")
+_NOT_OF_TIMELINES = (
+    *("kernels", "graph_kernel", "triton", "account", "start", "finish"),
+    *("dense_kernels", "eager"),
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ class GpuCalls:
             has accounted for all of them, while the GPU computes the head. 0: the layers wait for the host.
         start: Of such a token: until the GPU begins.
         finish: Of such a token: from the end of the head until the host knows it.
+        dense_kernels: Kernels of a layer without its experts.
+        eager: Host: to launch one of them by torch; 0: they are replayed.
     """
 
     dense: float = 0.0
@@ -130,6 +139,8 @@ class GpuCalls:
     account: float = 0.0
     start: float = 0.0
     finish: float = 0.0
+    dense_kernels: float = DENSE_KERNELS
+    eager: float = 0.0
 
     @property
     def ahead(self) -> bool:
@@ -138,14 +149,18 @@ class GpuCalls:
 
     def layer(self, reading: float) -> float:
         """Seconds of a layer without its experts, whose kernels read weights for so long."""
-        return reading + DENSE_KERNELS * self.graph_kernel + self.dense + self.choice
+        return self._computed(reading, self.dense_kernels) + self.dense + self.choice
 
     def head(self, reading: float) -> float:
         """Seconds of the head and of everything else of a token."""
-        computed = reading + HEAD_KERNELS * self.graph_kernel
+        computed = self._computed(reading, HEAD_KERNELS)
         if self.ahead:
             return self.start + max(computed, self.account) + self.finish + TOKEN_HOST
         return computed + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
+
+    def _computed(self, reading: float, kernels: float) -> float:
+        """Seconds of kernels that read weights for so long; the host launches them meanwhile, or before."""
+        return max(reading + kernels * self.graph_kernel, kernels * self.eager)
 
     def experts(self, reading: float) -> float:
         """Seconds of a layer's experts, all there, whose kernels read weights for so long.
@@ -172,7 +187,14 @@ def runs_ahead(pages: int, blocks: int, *, graphs: bool, wanted: bool | None) ->
     return graphs and wanted is not False and pages >= blocks
 
 
-def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_layers: int = 0) -> GpuCalls:
+def gpu_calls(
+    copy_overhead: float,
+    gpu: GpuFigures | None = None,
+    *,
+    ahead_layers: int = 0,
+    dense_kernels: float = DENSE_KERNELS,
+    graphs: bool = True,
+) -> GpuCalls:
     """The engine's calls.
 
     Args:
@@ -180,6 +202,8 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_laye
         gpu: The GPU; what was measured on it replaces the published times.
         ahead_layers: Layers of a token that waits for the host at none of them (:func:`runs_ahead`); 0: it
             waits.
+        dense_kernels: Kernels of a layer without its experts.
+        graphs: Tokens are replayed from CUDA graphs.
     """
 
     def measured(name: str, published: float) -> float:
@@ -199,9 +223,10 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_laye
             account=WAKE_SPINNING + ahead_layers * LAYER_ACCOUNT,
             start=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
             finish=measured("round_trip", waiting),
+            dense_kernels=dense_kernels,
         )
     return GpuCalls(
-        dense=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
+        dense=(measured("graph_launch", GRAPH_CALL) if graphs else EAGER_CALL) + LAUNCH_LATENCY,
         choice=measured("round_trip", waiting) + LAYER_HOST,
         # The first launch of a layer clears what it does not write.
         clear=0.0,
@@ -214,7 +239,9 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_laye
         sum=triton,
         sum_gpu=STREAM_KERNEL,
         kernels=EXPERT_KERNELS * STREAM_KERNEL,
-        graph_kernel=node,
+        graph_kernel=node if graphs else STREAM_KERNEL,
+        dense_kernels=dense_kernels,
+        eager=0.0 if graphs else EAGER_CALL,
         triton=triton,
         link_call=COPY_CALL + 2 * EVENT_CALL,
         link_copy=BATCH_COPY,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from moechat import _native
 from moechat.budget.knowledge import Knowledge, gather, saved_statistics
 from moechat.budget.memory_plan import plan_memory
-from moechat.budget.needs import memory_needs, model_shape, uses_graphs
+from moechat.budget.needs import Memory, memory_needs, model_shape, uses_graphs
 from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
@@ -147,9 +147,9 @@ def _load(
             pages=needs.blocks + needs.spare_pages if plan.mapped else plan.pages,
             settings=settings,
             counters=counters,
-            knowledge=gather_knowledge(store, outline, settings, placement),
+            knowledge=gather_knowledge(store, outline, settings, placement, memory),
         )
-        upkeep = _upkeep(tier, store, outline, options.replan_tokens)
+        upkeep = _upkeep(tier, store, outline, memory, options.replan_tokens)
         for note in notes:
             upkeep.notify(note)
         try:
@@ -189,11 +189,15 @@ def _load(
 
 
 def gather_knowledge(
-    store: Store, outline: ModelOutline, settings: CacheSettings, placement: ModelPlacement
+    store: Store,
+    outline: ModelOutline,
+    settings: CacheSettings,
+    placement: ModelPlacement,
+    memory: Memory | None = None,
 ) -> Knowledge:
-    """Statistics and costs that the targets of a tier are made from."""
+    """Statistics and costs that the targets of a tier are made from; ``memory`` as of :func:`model_shape`."""
     return gather(
-        model_shape(outline, store.geometry),
+        model_shape(outline, store.geometry, memory),
         store.manifest.model_type,
         store.manifest.source.fingerprint,
         _ranked_by(settings),
@@ -224,11 +228,13 @@ def _ranked_by(settings: CacheSettings) -> Policy:
     return SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
 
 
-def _upkeep(tier: ExpertTier, store: Store, outline: ModelOutline, replan_tokens: int) -> Upkeep:
+def _upkeep(
+    tier: ExpertTier, store: Store, outline: ModelOutline, memory: Memory, replan_tokens: int
+) -> Upkeep:
     assert tier.knowledge is not None  # the tier was made with it
     return Upkeep(
         tier,
-        model_shape(outline, store.geometry),
+        model_shape(outline, store.geometry, memory),
         model_type=store.manifest.model_type,
         fingerprint=store.manifest.source.fingerprint,
         knowledge=tier.knowledge,

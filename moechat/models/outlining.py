@@ -200,8 +200,15 @@ def outline_skeleton(
         chunk=trial.chunk,
         live=trial.live,
         router_copies=copied_bytes(model, skeleton.experts),
+        kinds=_kinds(text),
     )
     return outline, form
+
+
+def _kinds(text: Any) -> tuple[str, ...]:
+    """Kinds of the decoder layers that a configuration names, if there is more than one."""
+    kinds = tuple(map(str, getattr(text, "layer_types", None) or ()))
+    return kinds if len(set(kinds)) > 1 else ()
 
 
 def headers_of(skeleton: Skeleton, dtype: str) -> HeaderTable:

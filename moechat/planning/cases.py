@@ -12,7 +12,7 @@ import numpy.typing as npt
 from moechat import _native
 from moechat.budget.knowledge import Knowledge, assumed_costs
 from moechat.budget.memory_plan import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
-from moechat.budget.needs import SPEED_CONTEXT, memory_needs, model_shape, uses_graphs
+from moechat.budget.needs import SPEED_CONTEXT, memory_needs, model_shape
 from moechat.budget.tier_targets import TierTargets, plan_tier, simulated_seconds
 from moechat.config import run_ahead_wanted, user_paths
 from moechat.configurator.allocation import Allocation
@@ -123,15 +123,14 @@ class Cases:
             )
             self.geometry, self.remark = found.geometry(self.outline)
         self.ctx = None if options.ctx is None else context_length(self.outline.stated_context, options.ctx)
-        self.shape = model_shape(self.outline, self.geometry)
         memory = machine.memory(options)
+        self.shape = model_shape(self.outline, self.geometry, memory)
         learned = self.settings.learned_bytes(
             len(self.outline.expert_layers), self.geometry.num_experts, self.geometry.hidden_size
         )
         self.needs: Needs = memory_needs(
             self.outline, self.geometry, memory, options.conversations, learned=learned
         )
-        self._graphs = uses_graphs(self.outline, memory)
         self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, self.settings)
         self.times = self._measured_times(found, options)
 
@@ -238,7 +237,7 @@ class Cases:
         if self.machine.near != "gpu":
             return False
         pages = self.needs.blocks if memory.mapped else memory.pages
-        return runs_ahead(pages, self.needs.blocks, graphs=self._graphs, wanted=run_ahead_wanted())
+        return runs_ahead(pages, self.needs.blocks, graphs=self.shape.graphs, wanted=run_ahead_wanted())
 
     def cost_figures(
         self, profile: HardwareProfile, memory: MemoryPlan, *, ahead: bool, ram_share: float = 1.0

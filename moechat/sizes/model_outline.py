@@ -18,6 +18,7 @@ from moechat.sizes.footprint import (
     wave_bytes,
     workspace_bytes,
 )
+from moechat.sizes.layer_kernels import layer_kernels
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ModelOutline:
         live: Most bytes of activations alive at a time in a pass of ``chunk`` tokens, but for attention;
             0: not counted, because formulas give them.
         router_copies: Most bytes of the float32 copies of routers that prediction uses.
+        kinds: Kinds of the decoder layers, by transformers' names; empty: all are alike.
 
     Raises:
         ValueError: ``dtype`` is unknown.
@@ -61,6 +63,7 @@ class ModelOutline:
     chunk: int
     live: int
     router_copies: int
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_SIZES:
@@ -104,6 +107,11 @@ class ModelOutline:
     def dense_bytes(self) -> int:
         """Bytes of dense weights in memory, and of buffers."""
         return self.form.nbytes
+
+    @property
+    def kernels(self) -> float:
+        """Kernels of the dense part of a decoded token on a GPU, for each layer with routed experts."""
+        return layer_kernels(self.model_type, self.layers, self.expert_layers, self.kinds)
 
     @property
     def can_replay(self) -> bool:
