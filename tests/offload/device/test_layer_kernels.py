@@ -1,7 +1,8 @@
-"""The number of kernels that plans count for the layers of a family, against recorded passes of small models."""
+"""The kernels that plans count for the layers of a family, against recorded passes of small models."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ KINDS = {"nemotron_h": ["moe", "linear_attention", "full_attention", "mlp", "moe
 
 
 def kernels(graph) -> list[str]:
-    """Of a part between two expert layers; the copy of the request, which ends it, is counted elsewhere, and the
+    """Of a part between two expert layers. The copy of the request, which ends it, is counted elsewhere; the
     host's memory that it goes to is made once.
     """
     names = []
@@ -56,7 +57,7 @@ def test_plans_count_the_kernels_of_recorded_passes(
     pieces = gpu.graphs_made[0].made[1:-1]
     counted, known = outline.expert_layers, family_kernels(outline.model_type)
     assert len(pieces) == len(counted) - 1 > 0
-    for first, last, piece in zip(counted, counted[1:], pieces, strict=True):
+    for (first, last), piece in zip(pairwise(counted), pieces, strict=True):
         # Behind the first layer's experts, all of the layers between, and before the last layer's.
         kinds = [outline.kinds[layer] if outline.kinds else "" for layer in range(first + 1, last + 1)]
         between = sum(known.mixing(kind) for kind in kinds) + known.dense * (last - first - 1)
