@@ -15,11 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import ExpertGeometry, Gate, WeightType, nominal_bits
+from moechat.models.decode.gated_delta import GatedDelta, Rows
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.routers import Rule
 from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
+    gated_delta,
     launch,
     layer_steps,
     packed_linear,
@@ -66,6 +68,9 @@ STEPS = {
     "glm": (4096, (128, 64, 64), 128, "sigmoid", 8, True),
     "largest": (16384, (256, 256, 256), 512, "sigmoid", 16, True),
 }
+
+# Linear attention by the gated delta rule: heads of keys and of values, their elements, taps.
+DELTAS = {"qwen3": (16, 32, 128, 128, 4), "largest": (2, 6, 256, 256, 4)}
 
 
 def geometry_of(encoding):
@@ -161,6 +166,11 @@ def compile_attention(names, capabilities, dtype, results):
                 results[f"{plan.kernel.__name__} sm_{capability} {name}"] = found
 
 
+def delta_of(k_heads, v_heads, k_dim, v_dim, taps):
+    place = Rows(0, 0, k_dim)
+    return GatedDelta(None, (), *[place] * 6, k_heads, v_heads, k_dim, v_dim, taps, eps=1e-6, index=0)
+
+
 def compile_steps(names, capabilities, dtype, results):
     """Kernels of the small steps between the products."""
     kind = getattr(torch, dtype)
@@ -174,6 +184,7 @@ def compile_steps(names, capabilities, dtype, results):
             *steps.launches(norm, columns, head, kind),
             *routing.launches(rule, columns, experts, kind),
             *layer_steps.launches(columns, rows, head, norm, kind, has_bias=name == "gpt-oss"),
+            *(gated_delta.launches(delta_of(*DELTAS[name]), kind) if name in DELTAS else ()),
         ):
             built = build(plan.kernel, plan.constants, plan.types, plan.warps, capability)
             found = {**sizes_of(built), **registers_of(built)}

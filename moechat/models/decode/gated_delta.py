@@ -301,7 +301,7 @@ def agrees(delta: GatedDelta) -> bool:
 
         layer = StateLayer()
         cache: Any = DynamicCache()
-        cache.layers = [layer] * (delta.index + 1)
+        cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
         state = torch.randn((1, delta.v_heads, delta.k_dim, delta.v_dim), generator=generator)
         layer.update_conv_state(normal(1, delta.channels, delta.taps), conv_kernel_size=delta.taps)
         layer.update_recurrent_state(state)

@@ -1,0 +1,118 @@
+"""Linear attention by the gated delta rule, recognised, and its reference against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from delta_support import drawn_states, mixer_of
+from families import tiny_family
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from moechat.models.decode.gated_delta import Rows, agrees, recognise_gated_deltas, reference
+from moechat.models.decode.probe import close
+from moechat.models.state_layer import StateLayer
+
+SIZES = (2, 4, 16, 24, 4)
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = ["together", "apart"]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [SIZES, (3, 3, 8, 8, 3), (1, 6, 12, 20, 4)])
+@torch.inference_mode()
+def test_the_reference_computes_what_transformers_does(sizes, layout, dtype) -> None:
+    delta = mixer_of(layout, *sizes, dtype=dtype)
+    cache = DynamicCache()
+    cache.layers = [StateLayer(), StateLayer()]
+    before, state = drawn_states(delta, dtype)
+    assert delta.states_of(cache) is None
+    cache.layers[1].update_conv_state(before.clone(), conv_kernel_size=delta.taps)
+    cache.layers[1].update_recurrent_state(state.clone())
+    for token in range(4):
+        hidden = torch.randn((1, 1, 32), generator=torch.Generator().manual_seed(token)).to(dtype)
+        wanted = delta.mixer(hidden, cache_params=cache)
+        rows = [module(hidden).view(1, -1) for module in delta.projections]
+        assert close(delta.output(reference(delta, rows, before, state)).view_as(wanted), wanted)
+        kept_before, kept_state = delta.states_of(cache)
+        assert torch.equal(before, kept_before)
+        assert close(state, kept_state)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_all_mixers_of_a_family_are_recognised(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_family(family)).eval()
+    found = recognise_gated_deltas(model)
+    assert list(found) == [layer.linear_attn for layer in model.model.layers[:3]]
+    assert [delta.index for delta in found.values()] == [0, 1, 2]
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "nemotron_h", "lfm2_moe", "qwen3_moe"])
+def test_other_mixers_are_not(family: str) -> None:
+    assert recognise_gated_deltas(AutoModelForCausalLM.from_config(tiny_family(family)).eval()) == {}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_reference_does_otherwise_is_noticed(layout, dtype) -> None:
+    delta = mixer_of(layout, *SIZES, dtype=dtype)
+    assert agrees(delta)
+    other = Rows(delta.v.source, delta.v.start, delta.v.stride - delta.v_dim)
+    for wrong in (
+        replace(delta, q=delta.k),
+        replace(delta, v=other),
+        replace(delta, beta=delta.decay),
+        replace(delta, gate=replace(delta.gate, start=delta.gate.start + 1)),
+        replace(delta, eps=0.5),
+        replace(delta, index=delta.index + 1),
+    ):
+        assert not agrees(wrong)
+
+
+def test_mixers_that_do_more_are_not_recognised() -> None:
+    mixer = mixer_of("apart", *SIZES).mixer
+    assert recognise_gated_deltas(mixer)
+    kind = type(mixer)
+
+    class Clips(kind):
+        def forward(self, hidden_states, **named):
+            return super().forward(hidden_states.clamp(-5, 5), **named)
+
+    mixer.__class__ = Clips
+    assert recognise_gated_deltas(mixer) == {}
+    mixer.__class__ = kind
+    mixer.more = nn.Identity()
+    assert recognise_gated_deltas(mixer) == {}
+    del mixer.more
+    mixer.scale = nn.Parameter(torch.ones(1))
+    assert recognise_gated_deltas(mixer) == {}
+    del mixer.scale
+    mixer.forward = mixer.forward
+    assert recognise_gated_deltas(mixer) == {}
+    del mixer.forward
+    assert recognise_gated_deltas(mixer)
+
+
+def test_states_of_another_form_are_not_used() -> None:
+    delta = mixer_of("apart", *SIZES)
+    before, state = drawn_states(delta, torch.float32)
+    cache = DynamicCache()
+    layer = StateLayer()
+    cache.layers = [StateLayer(), layer]
+    layer.update_conv_state(before, conv_kernel_size=delta.taps)
+    layer.update_recurrent_state(state)
+    assert delta.states_of(cache) is not None
+    layer.recurrent_states[0] = state.bfloat16()
+    assert delta.states_of(cache) is None
+    layer.recurrent_states[0] = state[:, 1:]
+    assert delta.states_of(cache) is None
+    layer.recurrent_states[0] = state
+    layer.activate_past_recording()
+    assert delta.states_of(cache) is None
+    cache.layers = [layer]
+    assert delta.states_of(cache) is None
