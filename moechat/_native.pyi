@@ -2342,6 +2342,58 @@ class RmsNorm:
     def __call__(self, x: int, out: int, rows: int) -> None:
         """Normalise ``x`` into ``out``, addresses of [rows, cols]; drops the GIL, as all calls below."""
 
+class GatedDelta:
+    """A token of linear attention by the gated delta rule; see :mod:`moechat.models.decode.gated_delta`.
+
+    Args:
+        type: As for :class:`RmsNorm`, of everything but the state.
+        k_heads: Heads of queries and of keys.
+        group: Heads of values for each.
+        k_dim: Elements of a query or a key.
+        v_dim: Elements of a value: a multiple of 16.
+        taps: Tokens of the convolution, the new one included: at most 8.
+        places: Of queries, keys, values, gates, betas and decays in their rows: elements before those of the
+            first head of keys, and from one head to the next.
+        eps: Of the norm.
+        weights: Address of [channels, taps].
+        log_rates: Address of [k_heads * group].
+        biases: Likewise, of the decays.
+        norm: Address of [v_dim].
+
+    Raises:
+        ValueError: A size is not possible.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        k_heads: int,
+        group: int,
+        k_dim: int,
+        v_dim: int,
+        taps: int,
+        places: Sequence[tuple[int, int]],
+        eps: float,
+        weights: int,
+        log_rates: int,
+        biases: int,
+        norm: int,
+    ) -> None: ...
+    def __call__(
+        self, mixed: int, gate: int, beta: int, decay: int, before: int, state: int, out: int
+    ) -> None:
+        """Compute a token.
+
+        Args:
+            mixed: Address of the row with queries, keys and values.
+            gate: Of the row with gates.
+            beta: Of the row with betas.
+            decay: Of the row with decays.
+            before: Of the last elements of each channel, [channels, taps]; they move on by one.
+            state: Of float32 [k_heads * group, k_dim, v_dim], which is overwritten.
+            out: Of [k_heads * group * v_dim].
+        """
+
 class Attention:
     """Attention of the query tokens of one sequence over its keys.
 

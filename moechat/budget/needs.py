@@ -109,8 +109,8 @@ def memory_needs(
             total += _GRAPH_BYTES + workspace_bytes(outline.sizes, outline.itemsize, 1, 1, on_gpu=True)
             total += split_sums(outline.sizes, ATTENTION_PROGRAMS, ATTENTION_SUMS)
             if outline.cache.has_states:
-                # A token that is compared has two copies of the states, one of them that of a wave. What torch
-                # makes of the states of one layer at a time is less than another.
+                # A token that is compared has two copies of the states, one of them that of a wave. What
+                # torch makes of the states of one layer at a time is less than another.
                 total += 2 * outline.cache.state_bytes
         return total
 

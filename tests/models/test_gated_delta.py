@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from moechat import _native
 from moechat.models.decode.gated_delta import Rows, agrees, recognise_gated_deltas, reference
+from moechat.models.decode.native_delta import native_delta
 from moechat.models.decode.probe import close
 from moechat.models.state_layer import StateLayer
 
@@ -116,3 +118,74 @@ def test_states_of_another_form_are_not_used() -> None:
     assert delta.states_of(cache) is None
     cache.layers = [layer]
     assert delta.states_of(cache) is None
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 16, 32, 4), (3, 3, 8, 16, 3), (1, 5, 20, 144, 2), (16, 32, 128, 128, 4)]
+)
+@torch.inference_mode()
+def test_a_native_token_has_the_results_of_the_reference(sizes, layout, dtype) -> None:
+    delta = mixer_of(layout, *sizes, dtype=dtype)
+    forward = native_delta(delta)
+    cache = DynamicCache()
+    cache.layers = [StateLayer(), StateLayer()]
+    before, state = drawn_states(delta, dtype)
+    cache.layers[1].update_conv_state(before.clone(), conv_kernel_size=delta.taps)
+    cache.layers[1].update_recurrent_state(state.clone())
+    for token in range(4):
+        hidden = torch.randn((1, 1, 32), generator=torch.Generator().manual_seed(token)).to(dtype)
+        rows = [module(hidden).view(1, -1) for module in delta.projections]
+        wanted = delta.output(reference(delta, rows, before, state)).view_as(hidden)
+        assert close(forward(hidden, cache_params=cache, attention_mask=None), wanted)
+        kept_before, kept_state = delta.states_of(cache)
+        assert torch.equal(before, kept_before)
+        assert close(state, kept_state)
+
+
+def test_a_native_token_does_not_depend_on_the_number_of_threads() -> None:
+    delta = mixer_of("apart", 16, 32, 64, 64, 4)
+    forward, results = native_delta(delta), []
+    for threads in (1, 2, 3):
+        before = _native.num_threads()
+        _native.set_num_threads(threads)
+        try:
+            cache = DynamicCache()
+            cache.layers = [StateLayer(), StateLayer()]
+            states = drawn_states(delta, torch.float32)
+            cache.layers[1].update_conv_state(states[0], conv_kernel_size=delta.taps)
+            cache.layers[1].update_recurrent_state(states[1])
+            with torch.inference_mode():
+                made = forward(torch.ones(1, 1, 32), cache_params=cache)
+            results.append(torch.cat([made.flatten(), *(each.flatten() for each in delta.states_of(cache))]))
+        finally:
+            _native.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_sizes_that_native_code_does_not_serve_stay_with_torch() -> None:
+    assert native_delta(mixer_of("apart", 2, 4, 16, 24, 4)) is None
+    assert native_delta(mixer_of("apart", 2, 4, 16, 16, 9)) is None
+
+
+@pytest.mark.parametrize("name", ["prompt", "no cache", "hook", "mask"])
+@torch.inference_mode()
+def test_other_calls_are_left_to_torch(name: str) -> None:
+    delta = mixer_of("apart", 2, 4, 16, 16, 4)
+    mixer, forward = delta.mixer, native_delta(delta)
+    cache = DynamicCache()
+    cache.layers = [StateLayer(), StateLayer()]
+    hidden = torch.randn(1, 5 if name == "prompt" else 1, 32)
+    calls = []
+    mixer.forward = lambda *_, **__: calls.append(name) or hidden
+    forward = native_delta(delta)
+    before, state = drawn_states(delta, torch.float32)
+    cache.layers[1].update_conv_state(before, conv_kernel_size=delta.taps)
+    cache.layers[1].update_recurrent_state(state)
+    more = {"attention_mask": torch.ones(1, 1)} if name == "mask" else {}
+    if name == "hook":
+        mixer.norm.register_forward_hook(lambda *_: None)
+    forward(hidden, cache_params=None if name == "no cache" else cache, **more)
+    assert calls == [name]

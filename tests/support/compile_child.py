@@ -38,8 +38,8 @@ SCALARS = {
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "super_at", "place",
          "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
-         "tail_head", "keys_head", "values_head", "q_stride", "row_stride", "q_heads", "k_heads", "q_head", "q_token",
-         "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3", "kv_heads",
+         "tail_head", "keys_head", "values_head", "q_stride", "row_stride", "q_heads", "k_heads", "q_head",
+         "q_token", "k_head", "k_token", "rows_0", "rows_1", "rows_2", "rows_3", "kv_heads",
          *(f"{name}_{part}" for name in DELTA for part in ("start", "stride"))), "i32"
     ),
 }  # fmt: skip

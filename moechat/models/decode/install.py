@@ -12,9 +12,11 @@ from torch import nn
 
 from moechat.models.decode import attention
 from moechat.models.decode.angles import angle_count, recognise_angles
+from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layer_check import agrees, layer_kind
 from moechat.models.decode.layers import recognise_layer
+from moechat.models.decode.native_delta import native_delta
 from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
@@ -33,6 +35,7 @@ class NativeModules:
         angles: Modules that compute rotary cosines and sines.
         rotary: Attention modules with native rotary embedding.
         latent: Attention modules whose latent cache is not expanded.
+        deltas: Linear attention by the gated delta rule.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts, is one native call.
         whole: Whether a pass of one token skips transformers' code between the layers too.
@@ -44,6 +47,7 @@ class NativeModules:
     angles: list[str] = field(default_factory=list)
     rotary: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     attention: bool = False
@@ -91,6 +95,12 @@ def install_native_modules(model: Any) -> NativeModules:
         elif (rotate := recognise_rotary(module)) is not None:
             done.replace(module, with_rotary(module, rotate))
             done.rotary.append(name)
+    names = {module: name for name, module in model.named_modules()}
+    for module, delta in recognise_gated_deltas(model).items():
+        forward = native_delta(delta)
+        if forward is not None:
+            done.replace(module, forward)
+            done.deltas.append(names[module])
     attention.register()
     config = model.config
     before = config._attn_implementation

@@ -3,10 +3,13 @@
 #include "kernels/decode/decode.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
@@ -104,6 +107,42 @@ void bind_decode(py::module_& m) {
            py::arg("type"), py::arg("weight"), py::arg("cols"), py::arg("eps"), py::arg("offset"),
            py::arg("round_first"))
       .def("__call__", &Norm::run, py::arg("x"), py::arg("out"), py::arg("rows"));
+
+  using Places = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  py::class_<Delta>(m, "GatedDelta")
+      .def(py::init([](const std::string& type, std::int64_t k_heads, std::int64_t group, std::int64_t k_dim,
+                       std::int64_t v_dim, std::int64_t taps, const Places& places, float eps,
+                       Address weights, Address log_rates, Address biases, Address norm) {
+             require_positive("k_heads", k_heads);
+             require_positive("group", group);
+             require_positive("k_dim", k_dim);
+             require_positive("v_dim", v_dim);
+             require_positive("taps", taps);
+             if (v_dim % 16 != 0) refuse("v_dim is " + std::to_string(v_dim) + ", not a multiple of 16");
+             if (taps > kMostDeltaTaps) refuse("taps is " + std::to_string(taps) + ", more than 8");
+             if (places.size() != 6) refuse("there are " + std::to_string(places.size()) + " places, not 6");
+             DeltaTask task{};
+             task.type = element_type(type);
+             task.k_heads = k_heads;
+             task.group = group;
+             task.k_dim = k_dim;
+             task.v_dim = v_dim;
+             task.taps = taps;
+             DeltaTask::Place* const named[] = {&task.q,    &task.k,    &task.v,
+                                                &task.gate, &task.beta, &task.decay};
+             for (std::size_t i = 0; i < places.size(); ++i) *named[i] = {places[i].first, places[i].second};
+             task.eps = eps;
+             task.weights = at(weights);
+             task.log_rates = at(log_rates);
+             task.biases = at(biases);
+             task.norm = at(norm);
+             return Delta{task};
+           }),
+           py::arg("type"), py::arg("k_heads"), py::arg("group"), py::arg("k_dim"), py::arg("v_dim"),
+           py::arg("taps"), py::arg("places"), py::arg("eps"), py::arg("weights"), py::arg("log_rates"),
+           py::arg("biases"), py::arg("norm"))
+      .def("__call__", &Delta::run, py::arg("mixed"), py::arg("gate"), py::arg("beta"), py::arg("decay"),
+           py::arg("before"), py::arg("state"), py::arg("out"));
 
   py::class_<Attention>(m, "Attention")
       .def(py::init([](const std::string& type, std::int64_t kv_heads, std::int64_t group,

@@ -40,6 +40,24 @@ struct Norm {
   }
 };
 
+struct Delta {
+  DeltaTask task;
+
+  void run(Address mixed, Address gate, Address beta, Address decay, Address before, Address state,
+           Address out) const {
+    DeltaTask own = task;
+    own.mixed = at(mixed);
+    own.gate_row = at(gate);
+    own.beta_row = at(beta);
+    own.decay_row = at(decay);
+    own.before = at(before);
+    own.state = at<float>(state);
+    own.out = at(out);
+    const ReleaseGil released;
+    delta(own);
+  }
+};
+
 struct Attention {
   AttendTask task;
 

@@ -17,11 +17,12 @@ namespace {
 constexpr std::int64_t kNormElements = 1 << 16;
 constexpr std::int64_t kAttendBytes = 1 << 17;  // of keys and values, which come from memory
 constexpr std::int64_t kPackElements = 1 << 16;
+constexpr std::int64_t kDeltaElements = 1 << 15;  // of states, read twice and written once
 constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
 // Slots of the pool's scratch memory; forward.cc uses lower numbers.
-enum Slot { kQueries = 32, kPartials, kUnitScratch };
+enum Slot { kQueries = 32, kPartials, kUnitScratch, kDeltaScratch };
 
 std::int64_t padded(std::int64_t count) { return (count + 15) / 16 * 16; }
 
@@ -171,6 +172,24 @@ bool attend_prompt(const AttendTask& task) {
     }
   });
   return true;
+}
+
+void delta(const DeltaTask& task) {
+  const DecodeKernels& kernel = *kernels().decode;
+  ThreadPool::Session session;
+  const std::int64_t elements = task.k_heads * task.group * task.k_dim * task.v_dim;
+  int threads = elements < kDeltaElements ? 1 : ThreadPool::num_threads();
+  if (threads > task.k_heads) threads = static_cast<int>(task.k_heads);
+  const std::int64_t each = padded(delta_scratch(task));
+  float* scratch = session.scratch<float>(kDeltaScratch, each * threads);
+  std::atomic<std::int64_t> next{0};
+  session.parallel(threads, [&](int thread, int) {
+    for (;;) {
+      const std::int64_t head = next.fetch_add(1, std::memory_order_relaxed);
+      if (head >= task.k_heads) return;
+      kernel.delta(task, head, head + 1, scratch + each * thread);
+    }
+  });
 }
 
 void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {

@@ -11,6 +11,7 @@ namespace moechat {
 void rms_norm(const NormTask& task, std::int64_t rows);
 void rotate(const RotateTask& task);
 void attend(const AttendTask& task);
+void delta(const DeltaTask& task);
 // Returns false, and computes nothing, if a token's visible keys are not one range, or a key head has too
 // many query heads. Without `visible` each token sees the keys up to its own, the last token being that of
 // the last key.

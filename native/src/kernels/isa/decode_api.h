@@ -130,6 +130,41 @@ struct RouteTask {
   void* logits;  // [tokens, experts], rounded to logits_type: float32 or the element type
 };
 
+// A token of linear attention by the gated delta rule; moechat/models/decode/gated_delta.py has the formulas.
+// Convolution, norms and rule are computed in float32 and rounded to the element type after each.
+struct DeltaTask {
+  // Where something of the heads lies in its row: of the first head of keys, and to the next, in elements.
+  struct Place {
+    std::int64_t start, stride;
+  };
+  ElementType type;
+  std::int64_t k_heads;  // of queries and of keys
+  std::int64_t group;    // heads of values for each
+  std::int64_t k_dim;
+  std::int64_t v_dim;  // a multiple of 16
+  std::int64_t taps;   // at most kMostDeltaTaps
+  Place q, k, v, gate, beta, decay;
+  float eps;              // of the norm
+  const void* weights;    // [channels, taps]: of all queries, all keys, all values
+  const void* log_rates;  // [k_heads * group]
+  const void* biases;     // [k_heads * group], of the decays
+  const void* norm;       // [v_dim]
+  const void* mixed;      // row with q, k and v
+  const void* gate_row;
+  const void* beta_row;
+  const void* decay_row;
+  void* before;  // [channels, taps]: the last elements of each channel
+  float* state;  // [k_heads * group, k_dim, v_dim]
+  void* out;     // [k_heads * group * v_dim]
+};
+
+static constexpr std::int64_t kMostDeltaTaps = 8;
+static constexpr float kDeltaUnitEps = 1e-6f;  // added to the sum of squares of a query or a key
+
+static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
+  return 2 * task.k_dim + 2 * task.v_dim + 16;
+}
+
 struct DecodeKernels {
   void (*rms_norm)(const NormTask& task, std::int64_t row_begin, std::int64_t row_end);
   void (*rotate)(const RotateTask& task);
@@ -157,6 +192,8 @@ struct DecodeKernels {
   void (*widen)(ElementType type, const void* from, std::int64_t count, float* to);
   void (*narrow)(ElementType type, const float* from, std::int64_t count, void* to);
   void (*add)(ElementType type, const float* x, std::int64_t count, void* out);
+  // Heads of keys [begin, end), and their heads of values. `scratch` has delta_scratch(task) floats.
+  void (*delta)(const DeltaTask& task, std::int64_t begin, std::int64_t end, float* scratch);
 };
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {

@@ -1,0 +1,158 @@
+// Linear attention by the gated delta rule over the Vec of one instruction set; see decode_api.h. Included
+// inside the anonymous namespace of the files isa/*.cc, after elements.inc.h.
+
+// Columns of a state that are computed at a time: eight Vecs stay in registers.
+static constexpr std::int64_t kDeltaColumns = 128;
+
+// Convolution of `count` channels from `channel` on, whose new elements begin at `from`: out = silu(sum of
+// the last `taps` elements times their weights), rounded before and after. The elements before move on by
+// one.
+template <ElementType kType>
+void convolve_of(const DeltaTask& task, std::int64_t from, std::int64_t channel, std::int64_t count,
+                 float* out) {
+  using Type = Elements<kType>;
+  using Storage = typename Type::Storage;
+  const std::int64_t taps = task.taps;
+  const Storage* x = static_cast<const Storage*>(task.mixed) + from;
+  const Storage* weights = static_cast<const Storage*>(task.weights) + channel * taps;
+  Storage* before = static_cast<Storage*>(task.before) + channel * taps;
+  for (std::int64_t i = 0; i < count; ++i) {
+    Storage* window = before + i * taps;
+    for (std::int64_t t = 0; t + 1 < taps; ++t) window[t] = window[t + 1];
+    window[taps - 1] = x[i];
+  }
+  float products[16 * kMostDeltaTaps];
+  for (std::int64_t i = 0; i < count; i += 16) {
+    const std::int64_t lanes = count - i < 16 ? count - i : 16;
+    const std::int64_t all = lanes * taps;
+    const Storage* windows = before + i * taps;
+    const Storage* factors = weights + i * taps;
+    std::int64_t c = 0;
+    for (; c + 16 <= all; c += 16) store(products + c, mul(Type::get(windows + c), Type::get(factors + c)));
+    if (c < all) {
+      store(products + c, mul(get_part<kType>(windows + c, all - c), get_part<kType>(factors + c, all - c)));
+    }
+    float sums[16] = {};
+    for (std::int64_t lane = 0; lane < lanes; ++lane) {
+      float sum = 0.0f;
+      for (std::int64_t t = 0; t < taps; ++t) sum += products[lane * taps + t];
+      sums[lane] = sum;
+    }
+    const Vec total = Type::rounded(load(sums));
+    float results[16];
+    store(results, Type::rounded(mul(total, sigmoid(total))));
+    for (std::int64_t lane = 0; lane < lanes; ++lane) out[i + lane] = results[lane];
+  }
+}
+
+// x * factor / |x|.
+inline void to_unit(float* x, std::int64_t count, float factor) {
+  Vec sums = zero();
+  std::int64_t i = 0;
+  for (; i + 16 <= count; i += 16) sums = fma(load(x + i), load(x + i), sums);
+  if (i < count) {
+    const Vec part = get_part<ElementType::kFloat32>(x + i, count - i);
+    sums = fma(part, part, sums);
+  }
+  const float scale = factor / ::sqrtf(lane_sum(sums) + kDeltaUnitEps);
+  for (i = 0; i < count; ++i) x[i] *= scale;
+}
+
+template <ElementType kType>
+float element_of(const void* row, std::int64_t index) {
+  float lanes[16];
+  store(lanes, get_part<kType>(static_cast<const typename Elements<kType>::Storage*>(row) + index, 1));
+  return lanes[0];
+}
+
+// `vecs` Vecs of columns of a state: decays it, adds what the token changes, and reads it.
+template <int kVecs>
+void change_state(float* state, std::int64_t stride, const float* q, const float* k, std::int64_t rows,
+                  const float* v, float kept, float beta, float* out) {
+  Vec found[kVecs];
+  for (int i = 0; i < kVecs; ++i) found[i] = zero();
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Vec key = set1(k[row]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) found[i] = fma(load(state + row * stride + 16 * i), key, found[i]);
+  }
+  Vec change[kVecs], read[kVecs];
+  const Vec factor = set1(kept), share = set1(beta);
+  for (int i = 0; i < kVecs; ++i) {
+    change[i] = mul(fnma(found[i], factor, load(v + 16 * i)), share);
+    read[i] = zero();
+  }
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Vec key = set1(k[row]), query = set1(q[row]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      float* place = state + row * stride + 16 * i;
+      const Vec next = fma(key, change[i], mul(load(place), factor));
+      store(place, next);
+      read[i] = fma(next, query, read[i]);
+    }
+  }
+  for (int i = 0; i < kVecs; ++i) store(out + 16 * i, read[i]);
+}
+
+template <ElementType kType>
+void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float* scratch) {
+  using Type = Elements<kType>;
+  using Storage = typename Type::Storage;
+  const std::int64_t k_dim = task.k_dim, v_dim = task.v_dim, group = task.group;
+  float* q = scratch;
+  float* k = q + k_dim;
+  float* v = k + k_dim;
+  float* made = v + v_dim;
+  for (std::int64_t head = begin; head < end; ++head) {
+    const std::int64_t keys = task.k_heads * k_dim;
+    convolve_of<kType>(task, task.q.start + head * task.q.stride, head * k_dim, k_dim, q);
+    convolve_of<kType>(task, task.k.start + head * task.k.stride, keys + head * k_dim, k_dim, k);
+    to_unit(q, k_dim, 1.0f / ::sqrtf(static_cast<float>(k_dim)));
+    to_unit(k, k_dim, 1.0f);
+    for (std::int64_t inner = 0; inner < group; ++inner) {
+      const std::int64_t value = head * group + inner;
+      const std::int64_t from = task.v.start + head * task.v.stride + inner * v_dim;
+      convolve_of<kType>(task, from, 2 * keys + value * v_dim, v_dim, v);
+      const float b = element_of<kType>(task.beta_row, task.beta.start + head * task.beta.stride + inner);
+      float lanes[16];
+      store(lanes, Type::rounded(set1(1.0f / (1.0f + ::expf(-b)))));
+      const float a = element_of<kType>(task.decay_row, task.decay.start + head * task.decay.stride + inner) +
+                      element_of<kType>(task.biases, value);
+      const float rate = ::expf(element_of<kType>(task.log_rates, value));
+      const float kept = ::expf(-rate * (a > 20.0f ? a : ::log1pf(::expf(a))));
+      float* state = task.state + value * k_dim * v_dim;
+      for (std::int64_t column = 0; column < v_dim; column += kDeltaColumns) {
+        std::int64_t done = column;
+        if (column + kDeltaColumns <= v_dim) {
+          change_state<8>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+          continue;
+        }
+        for (; done < v_dim; done += 16) {
+          change_state<1>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+        }
+      }
+      Vec squares = zero();
+      for (std::int64_t i = 0; i < v_dim; i += 16) {
+        const Vec part = Type::rounded(load(made + i));
+        store(made + i, part);
+        squares = fma(part, part, squares);
+      }
+      const float mean = lane_sum(squares) / static_cast<float>(v_dim);
+      const Vec factor = set1(1.0f / ::sqrtf(mean + task.eps));
+      const Storage* norm = static_cast<const Storage*>(task.norm);
+      const Storage* gate = static_cast<const Storage*>(task.gate_row) + task.gate.start +
+                            head * task.gate.stride + inner * v_dim;
+      Storage* out = static_cast<Storage*>(task.out) + value * v_dim;
+      for (std::int64_t i = 0; i < v_dim; i += 16) {
+        const Vec normed = Type::rounded(mul(load(made + i), factor));
+        const Vec z = Type::get(gate + i);
+        Type::put(out + i, mul(Type::rounded(mul(Type::get(norm + i), normed)), mul(z, sigmoid(z))));
+      }
+    }
+  }
+}
+
+void delta(const DeltaTask& task, std::int64_t begin, std::int64_t end, float* scratch) {
+  for_type(task.type, [&](auto tag) { delta_of<decltype(tag)::kType>(task, begin, end, scratch); });
+}
