@@ -110,7 +110,9 @@ class _Weights:
     def draw(self, tensor: Tensor) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
         if tensor.kind == "f32":
             if len(tensor.shape) == 1:
-                return np.ones(tensor.shape, dtype=np.float32)  # norms
+                # Norms; rates of decay are negative.
+                sign = -1.0 if tensor.name.endswith("ssm_a") else 1.0
+                return np.full(tensor.shape, sign, dtype=np.float32)
             values = self._generator.standard_normal(tensor.shape, dtype=np.float32)
             return values * np.float32(tensor.shape[-1] ** -0.5)
         weights, size = BLOCKS[tensor.kind]
@@ -151,6 +153,8 @@ def write_gguf(plan: GgufPlan, path: Path, *, seed: int = 0) -> Iterator[int]:
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         else:
             writer.add_uint32(key, value)
     for tensor in plan.tensors:

@@ -2,7 +2,7 @@
 
 Pure arithmetic over a transformers configuration; no package is needed. ``gguf_files.py`` writes such a file,
 ``bench/cpu`` measures it. Names and metadata are those that llama.cpp's loaders of the architectures
-``llama`` (Mixtral), ``olmoe`` and ``qwen3moe`` ask for.
+``llama`` (Mixtral), ``olmoe``, ``qwen3moe`` and ``qwen35moe`` ask for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ BLOCKS = {
     "q6_k": (256, 210),
 }
 FORMATS = ("q4_k", "q4_k_m", "q4_0")
-_ARCHITECTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_moe_text": "qwen35moe",
+}
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,12 @@ class GgufPlan:
 
     Attributes:
         architecture: ``general.architecture``.
-        metadata: Values by key; ints are written as uint32, floats as float32.
+        metadata: Values by key; ints are written as uint32, also of lists, floats as float32.
         tensors: In file order.
     """
 
     architecture: str
-    metadata: Mapping[str, int | float | str]
+    metadata: Mapping[str, int | float | str | list[int]]
     tensors: tuple[Tensor, ...]
 
     @property
@@ -171,13 +176,13 @@ def plan_gguf(
     is the mix that most people use, with more bits for the matrices that need them.
 
     Args:
-        config: A transformers configuration of Mixtral, OLMoE or Qwen3-MoE.
+        config: A transformers configuration of Mixtral, OLMoE, Qwen3-MoE or Qwen3.5-MoE.
         kind: One of :data:`FORMATS`.
         neurons: Of an expert instead of the configuration's.
         context: Tokens that the file says the model was made for.
 
     Raises:
-        ValueError: The family is another one, or a row is no whole number of blocks.
+        ValueError: The family is another one, has no such format here, or a row is no whole number of blocks.
     """
     family = str(config["model_type"])
     if family not in _ARCHITECTURES:
@@ -188,20 +193,29 @@ def plan_gguf(
     head = config.get("head_dim") or hidden // heads
     experts = config["num_local_experts" if family == "mixtral" else "num_experts"]
     top_k = config["num_experts_per_tok"]
-    inner = neurons or config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"]
+    inner = (
+        neurons or config["intermediate_size" if family in ("mixtral", "olmoe") else "moe_intermediate_size"]
+    )
+    linear = family == "qwen3_5_moe_text"
+    if linear and kind == "q4_k_m":
+        raise ValueError(f"the mix q4_k_m of {family} is not known here")
 
     mix = _Mix(kind, layers, experts)
     tensors = [Tensor("token_embd.weight", (vocabulary, hidden), mix.base, parts=vocabulary)]
     for layer in range(layers):
         block = f"blk.{layer}."
-        tensors += [
-            Tensor(block + "attn_norm.weight", (hidden,), "f32"),
-            Tensor(block + "attn_q.weight", (heads * head, hidden), mix.base),
-            Tensor(block + "attn_k.weight", (kv_heads * head, hidden), mix.key),
-            Tensor(block + "attn_v.weight", (kv_heads * head, hidden), mix.value(layer)),
-            Tensor(block + "attn_output.weight", (hidden, heads * head), mix.output),
-        ]
-        if family != "mixtral":
+        tensors.append(Tensor(block + "attn_norm.weight", (hidden,), "f32"))
+        if linear:
+            tensors += _qwen35_layer(config, block, config["layer_types"][layer], mix.base)
+        else:
+            tensors += [
+                Tensor(block + "attn_q.weight", (heads * head, hidden), mix.base),
+                Tensor(block + "attn_k.weight", (kv_heads * head, hidden), mix.key),
+                Tensor(block + "attn_v.weight", (kv_heads * head, hidden), mix.value(layer)),
+                Tensor(block + "attn_output.weight", (hidden, heads * head), mix.output),
+                Tensor(block + "ffn_norm.weight", (hidden,), "f32"),
+            ]
+        if family in ("olmoe", "qwen3_moe"):
             # OLMoE norms all heads together, Qwen3 each by itself with the same weights.
             wide = {"olmoe": (heads * head, kv_heads * head), "qwen3_moe": (head, head)}[family]
             tensors += [
@@ -209,7 +223,6 @@ def plan_gguf(
                 Tensor(block + "attn_k_norm.weight", (wide[1],), "f32"),
             ]
         tensors += [
-            Tensor(block + "ffn_norm.weight", (hidden,), "f32"),
             Tensor(block + "ffn_gate_inp.weight", (experts, hidden), "f32"),
             Tensor(block + "ffn_gate_exps.weight", (experts, inner, hidden), mix.base, experts, top_k),
             Tensor(block + "ffn_up_exps.weight", (experts, inner, hidden), mix.base, experts, top_k),
@@ -220,7 +233,7 @@ def plan_gguf(
         Tensor("output.weight", (vocabulary, hidden), mix.head),
     ]
 
-    own: dict[str, int | float] = {
+    own: dict[str, int | float | list[int]] = {
         "context_length": context,
         "embedding_length": hidden,
         "block_count": layers,
@@ -230,14 +243,61 @@ def plan_gguf(
         "attention.key_length": head,
         "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_theta"]),
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"] if linear else config["rope_theta"]),
         "rope.dimension_count": head,
         "expert_count": experts,
         "expert_used_count": top_k,
         "expert_feed_forward_length": inner,
         "vocab_size": vocabulary,
     }
+    if linear:
+        own |= _qwen35_values(config)
     # Tokens are given as numbers, so there is no vocabulary of texts.
-    metadata: dict[str, int | float | str] = {"tokenizer.ggml.model": "no_vocab"}
+    metadata: dict[str, int | float | str | list[int]] = {"tokenizer.ggml.model": "no_vocab"}
     metadata |= {f"{architecture}.{key}": value for key, value in own.items()}
     return GgufPlan(architecture, metadata, tuple(tensors))
+
+
+def _qwen35_layer(config: Mapping[str, Any], block: str, layer_type: str, kind: str) -> list[Tensor]:
+    """Attention, or linear attention, and the shared expert of a layer of Qwen3.5-MoE."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    values, v_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    channels, shared = 2 * keys + values * v_dim, config["shared_expert_intermediate_size"]
+    if layer_type == "full_attention":
+        # A gate lies behind each query.
+        matrices = {"attn_q": (2 * heads, hidden), "attn_k": (kv_heads, hidden), "attn_v": (kv_heads, hidden)}
+        matrices["attn_output"] = hidden, heads
+        plain = {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+    else:
+        matrices = {"attn_qkv": (channels, hidden), "attn_gate": (values * v_dim, hidden)}
+        matrices |= {"ssm_beta": (values, hidden), "ssm_alpha": (values, hidden)}
+        matrices["ssm_out"] = hidden, values * v_dim
+        plain = {
+            "ssm_conv1d.weight": (channels, config["linear_conv_kernel_dim"]),
+            "ssm_norm.weight": (v_dim,),
+        }
+        plain |= {"ssm_dt.bias": (values,), "ssm_a": (values,)}
+    matrices |= {"ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden)}
+    matrices["ffn_down_shexp"] = hidden, shared
+    plain |= {"post_attention_norm.weight": (hidden,), "ffn_gate_inp_shexp.weight": (hidden,)}
+    return [
+        *(Tensor(f"{block}{name}.weight", shape, kind) for name, shape in matrices.items()),
+        *(Tensor(block + name, shape, "f32") for name, shape in plain.items()),
+    ]
+
+
+def _qwen35_values(config: Mapping[str, Any]) -> dict[str, int | float | list[int]]:
+    rope, values = config["rope_parameters"], config["linear_num_value_heads"]
+    return {
+        "rope.dimension_count": int(config["head_dim"] * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [*rope["mrope_section"], 0],
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": values * config["linear_value_head_dim"],
+        "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+    }

@@ -80,6 +80,21 @@ def test_gguf_bytes_are_those_of_the_published_model() -> None:
     assert plan.active_bytes == packed + 4 * (4096 + 32 * (2 * 4096 + 8 * 4096))
 
 
+def test_gguf_bytes_of_linear_attention_are_those_of_the_published_model() -> None:
+    shapes = module("gguf_shapes")
+    config = json.loads((ROOT / "moechat/hub/shapes/qwen3.6-35b-a3b.json").read_text())
+    plan = shapes.plan_gguf(config, "q4_0")
+    # 34.7 billion weights of its part for text with 4.5 bits, but for norms, routers and convolutions.
+    assert plan.nbytes == pytest.approx(34.66e9 * 4.5 / 8, rel=5e-3)
+    linear = 2048 * (8192 + 4096 + 64 + 4096)
+    attention = 2048 * (2 * 4096 + 2 * 512 + 4096)
+    matrices = 30 * linear + 10 * attention + 40 * 9 * 3 * 2048 * 512 + 248320 * 2048 + 2048
+    odd = 30 * (8192 * 4 + 128 + 64) + 10 * 512 + 40 * (3 * 2048 + 256 * 2048) + 2048
+    assert plan.active_bytes == matrices * 18 // 32 + 4 * odd
+    with pytest.raises(ValueError, match="q4_k_m"):
+        shapes.plan_gguf(config, "q4_k_m")
+
+
 def test_both_formats_have_the_same_bits_and_odd_rows_are_refused() -> None:
     shapes = module("gguf_shapes")
     config = CONFIGS["qwen3_moe"]
