@@ -111,7 +111,7 @@ def _computed(fused: FusedBlock, row: torch.Tensor, *, experts: bool = True) -> 
 
 
 def first_launches(
-    blocks: Collection[FusedBlock], mlps: Iterable[GatedMlp], dtype: torch.dtype
+    blocks: Collection[FusedBlock], mlps: Iterable[GatedMlp], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], None]]:
     """Launches of every kernel of some parts, of a kind each, so that they are built; without the experts.
 
@@ -119,14 +119,16 @@ def first_launches(
         blocks: Of a model, on the GPU.
         mlps: Likewise.
         dtype: Of the hidden states.
+        device: The GPU.
     """
+    like = torch.empty(0, dtype=dtype, device=device)
     inside = {block.parts.shared.module for block in blocks}
     kinds: dict[Any, Callable[[], None]] = {}
     for block in blocks:
-        kinds[_sizes(block.parts.shared), block.parts.gate is None] = partial(_launch_block, block, dtype)
+        kinds[_sizes(block.parts.shared), block.parts.gate is None] = partial(_launch_block, block, like)
     for mlp in mlps:
         if mlp.module not in inside:
-            kinds[_sizes(mlp)] = partial(_launch_mlp, mlp, dtype)
+            kinds[_sizes(mlp)] = partial(_launch_mlp, mlp, like)
     return list(kinds.values())
 
 
@@ -135,18 +137,13 @@ def _sizes(mlp: GatedMlp) -> tuple[int, int]:
     return gate.in_features, gate.out_features
 
 
-def _zeros(mlp: GatedMlp, dtype: torch.dtype) -> torch.Tensor:
-    gate, _ = mlp.inputs
-    return torch.zeros((1, gate.in_features), dtype=dtype, device=next(mlp.module.parameters()).device)
-
-
-def _launch_mlp(mlp: GatedMlp, dtype: torch.dtype) -> None:
-    row = _zeros(mlp, dtype)
+def _launch_mlp(mlp: GatedMlp, like: torch.Tensor) -> None:
+    row = like.new_zeros((1, mlp.inputs[0].in_features))
     if served(row, row) and _activates(mlp, row):
         _down(mlp, layer_steps.projected(row, mlp.inputs))
 
 
-def _launch_block(block: FusedBlock, dtype: torch.dtype) -> None:
-    row = _zeros(block.parts.shared, dtype)
+def _launch_block(block: FusedBlock, like: torch.Tensor) -> None:
+    row = like.new_zeros((1, block.parts.shared.inputs[0].in_features))
     if served(row, row) and block.router.serves(block.parts.router, row):
         _computed(block, row, experts=False)

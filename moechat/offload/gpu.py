@@ -174,7 +174,9 @@ class GpuPlacement:
                 *self.pages.first_launches(top_k, dtype),
                 *packed_linear.first_launches(model.modules(), dtype),
                 *fused_layers.first_launches(self._steps.layers.values(), dtype),
-                *fused_feed.first_launches(self._steps.blocks.values(), self._steps.mlps.values(), dtype),
+                *fused_feed.first_launches(
+                    self._steps.blocks.values(), self._steps.mlps.values(), dtype, self.device
+                ),
             ]
         )
 

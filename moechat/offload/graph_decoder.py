@@ -54,6 +54,7 @@ _TOLERANCE_16 = 5e-2
 # factor: a window that the recording leaves out, say, shows only in contexts longer than the window.
 _CHECKED = 2
 _CHECKED_AGAIN = 4
+_NO_MEMORY = "the graphics memory does not suffice for copies of this model's states"
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
 
 
@@ -274,9 +275,13 @@ class GraphDecoder:
             try:
                 recording = self._record(token, experts, arguments)
             except torch.OutOfMemoryError:
-                # The tier may give pages back; recording is tried again later.
+                # The tier may give pages back; recording is tried again later. Not with states: the engine
+                # cannot tell that they are as they were, and would not try the token again.
                 self._forget()
-                raise
+                if not token.states:
+                    raise
+                self._drop(_NO_MEMORY)
+                return None
             except NotSupportedError as error:
                 self._drop(f"its attention kernel does not serve this model ({error})")
                 return None
@@ -308,15 +313,21 @@ class GraphDecoder:
         self._clocks.drop()
         # The replay does not advance the cache: the pass writes the same token to the same place, and goes on
         # from the same states.
-        comparison, states = _Comparison(recording.form), token.copies()
+        comparison, states = _Comparison(recording.form), token.copies_or_none()
+        if states is None:
+            self._drop(_NO_MEMORY)
+            return None
         logits = self._replay_behind(recording, experts, self._ahead_of(recording, experts), comparison)
         written = [
             (slot, slot.clone())
             for place in token.places
             for slot in (tensor.narrow(-2, place.slot, 1) for tensor in (place.keys, place.values))
         ]
-        made = token.copies()
+        made = token.copies_or_none()
         token.restore(states)
+        if made is None:
+            self._drop(_NO_MEMORY)
+            return None
         before = [dict(vars(layer)) for layer in cache.layers]
         with _captured(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)

@@ -75,6 +75,13 @@ class NextToken:
         """Copies of all states."""
         return [tensor.clone() for tensor in self.tensors]
 
+    def copies_or_none(self) -> list[torch.Tensor] | None:
+        """The same; ``None``: a GPU's memory does not suffice."""
+        try:
+            return self.copies()
+        except torch.OutOfMemoryError:
+            return None
+
     def restore(self, copies: Sequence[torch.Tensor]) -> None:
         """Take the states back to copies."""
         for tensor, copy in zip(self.tensors, copies, strict=True):

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from families import tiny_family
 from interpreted_graph import Launch, Recorder
 from test_fused_steps import PROMPT, TOKENS, config_of, feed, load
 from tiny import tiny_config, write_tiny_checkpoint
@@ -37,6 +38,9 @@ FAMILIES = {
     "gpt_oss": ROUTED,
     "glm4_moe": None,  # shared experts, and a router of groups
     "qwen2_moe": None,  # shared experts
+    # Those too, with linear attention, and gates of attention.
+    "qwen3_next": None,
+    "qwen3_5_moe_text": None,
 }
 DENSE = ["rms_norm", "products", "heads", "attend", "merge", "products", "rms_norm"]
 EXPERTS = ["look_up", "blocks", "combine"]
@@ -55,6 +59,8 @@ def launched(graph) -> list[str]:
 
 
 def family_config(family: str):
+    if family.startswith(("qwen3_next", "qwen3_5")):
+        return tiny_family(family)
     if family in ("glm4_moe", "qwen2_moe"):
         return tiny_config(family, 0, **({"moe_intermediate_size": 64} if family == "glm4_moe" else {}))
     return config_of(family)
@@ -295,11 +301,11 @@ def builds(operations) -> set[tuple[object, ...]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_next"])
 def test_loading_builds_what_a_token_of_two_graphs_launches(
     family: str, gpu, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_checkpoint(tmp_path / family, config_of(family))
+    write_tiny_checkpoint(tmp_path / family, family_config(family))
     given = []
     gpu.warm = given.extend
     with load(tmp_path / family, gpu) as engine:
@@ -310,10 +316,11 @@ def test_loading_builds_what_a_token_of_two_graphs_launches(
             for launch in given:
                 launch()
         loading = builds(recorder.operations)
+        layers = engine.describe().expert_layers
     names = {name for name, *_ in loading}
     assert {"blocks", "combine", "products", "heads", "attend", "merge", "rms_norm"} <= names
     # Built when a token is recorded: the request of graphs that wait for the host, with its inputs.
     left = {build for build in token - loading if build[0] not in ("look_up", "routed_request")}
     assert left == set()
-    complete = builds(gpu.graphs_made[0].made[3].operations)
+    complete = builds(gpu.graphs_made[0].made[layers + 1].operations)
     assert {build[0] for build in complete - loading} == {"look_up"}

@@ -15,7 +15,10 @@ from tiny import write_tiny_checkpoint
 from transformers.cache_utils import LinearAttentionLayer
 
 from moechat.config import RUN_AHEAD_VARIABLE
+from moechat.models import packed_rows
 from moechat.models.state_layer import StateLayer
+from moechat.offload.kernels.device_rows import DeviceRows
+from moechat.offload.next_token import NextToken
 
 # Gated delta rule, convolutions alone, Mamba beside layers without a cache, and a decay for each element.
 FAMILIES = ["qwen3_next", "lfm2_moe", "nemotron_h", "kimi_linear"]
@@ -176,3 +179,45 @@ def test_a_new_cache_begins_with_states_of_zeros(checkpoints, gpu) -> None:
         again, cache = feed(engine, [PROMPT, *each(TOKENS[:3])])
         assert [tensor.data_ptr() for tensor in cache.layers[0].tensors()] == addresses
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
+def test_states_stand_beside_packed_keys_and_weights(
+    family: str, gpu, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stand-in is a "cpu" to torch: its prompts and passes pack and unpack by the GPU's kernels too.
+    monkeypatch.setitem(packed_rows._CODECS, "cpu", DeviceRows())
+    packed = {"kv_bits": 8, "dense_bits": 8}
+    passes = [PROMPT, *each(TOKENS[:3])]
+    expected = without_graphs(
+        checkpoints(family), gpu, monkeypatch, lambda engine: feed(engine, passes)[0], **packed
+    )
+    with load(checkpoints(family), gpu, **packed) as engine:
+        found, _ = feed(engine, passes)
+        assert engine.notices() == []
+        assert replayed(gpu) > 0
+    assert error_of(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 3])
+def test_without_memory_for_copies_of_states_graphs_are_dropped(
+    when: int, gpu, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the recording, of the first comparison before and after its replay, and of the second."""
+    passes, model = [PROMPT, *each(TOKENS[:4])], checkpoints("lfm2_moe")
+    expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
+    own, calls = NextToken.copies, []
+
+    def copies(token):
+        calls.append(token.position)
+        if len(calls) == when + 1:
+            raise torch.OutOfMemoryError
+        return own(token)
+
+    monkeypatch.setattr(NextToken, "copies", copies)
+    with load(model, gpu) as engine:
+        found, _ = feed(engine, passes)
+        (note,) = engine.notices()
+        assert "does not suffice for copies of this model's states" in note
+        assert len(calls) == when + 1
+    assert error_of(found, expected) < TOLERANCE
