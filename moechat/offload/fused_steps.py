@@ -18,7 +18,14 @@ from torch import nn
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.norms import Norm, recognise_norm
 from moechat.models.decode.probe import FEW_TOKENS, probing
-from moechat.models.decode.rotary import Rotate, recognise_rotary, rotated_width, with_rotary
+from moechat.models.decode.rotary import (
+    WHOLE,
+    Rotate,
+    recognise_neighbours,
+    recognise_rotary,
+    rotated_width,
+    with_rotary,
+)
 from moechat.models.decode.routers import Rule, recognise_router
 from moechat.models.decode.shared_expert import GatedMlp, recognise_mlps, recognise_shared_blocks
 from moechat.offload.fused_delta import delta_forward, recognise_deltas
@@ -44,6 +51,7 @@ class FusedSteps:
     norms: dict[nn.Module, Norm] = field(default_factory=dict)
     routers: dict[nn.Module, KnownRouter] = field(default_factory=dict)
     rotary: dict[nn.Module, Rotate] = field(default_factory=dict)
+    neighbours: dict[nn.Module, Rotate] = field(default_factory=dict)
     layers: dict[nn.Module, FusedLayer] = field(default_factory=dict)
     deltas: dict[nn.Module, GatedDelta] = field(default_factory=dict)
     blocks: dict[nn.Module, FusedBlock] = field(default_factory=dict)
@@ -78,7 +86,7 @@ class FusedSteps:
     def fewer(self) -> FusedSteps:
         """The same without layers and their larger parts, or nothing if there are none."""
         if self.layers or self.deltas or self.blocks or self.mlps:
-            return FusedSteps(self.norms, self.routers, self.rotary)
+            return FusedSteps(self.norms, self.routers, self.rotary, self.neighbours)
         return FusedSteps()
 
     def _forwards(self, sums: Sums) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -100,10 +108,18 @@ class FusedSteps:
         for module, router in self.routers.items():
             if _FORWARD not in module.__dict__:
                 yield module, _router_forward(module, router)
-        for module, rotate in self.rotary.items():
+        for module in {**self.rotary, **self.neighbours}:
             if _FORWARD not in module.__dict__:
-                known = rotate.__dict__
-                yield module, with_rotary(module, _fused_rotary(known["own"], known["kinds"]))
+                yield module, with_rotary(module, *self._rotations(module))
+
+    def _rotations(self, module: nn.Module) -> tuple[Rotate | None, Rotate | None]:
+        """By the kernels: in place of both functions of a module."""
+        rotate, neighbours = self.rotary.get(module), self.neighbours.get(module)
+        known = None if rotate is None else rotate.__dict__
+        return (
+            None if known is None else _fused_rotary(known["own"], known["kinds"]),
+            None if neighbours is None else _fused_rotary(neighbours, (WHOLE,), neighbours=True),
+        )
 
 
 def recognise_steps(model: nn.Module) -> FusedSteps:
@@ -122,8 +138,12 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
             router = _router_of(module, rule)
             if router is not None:
                 found.routers[module] = router
-        elif (rotate := recognise_rotary(module)) is not None:
-            found.rotary[module] = rotate
+        else:
+            rotate, neighbours = recognise_rotary(module), recognise_neighbours(module)
+            if rotate is not None:
+                found.rotary[module] = rotate
+            if neighbours is not None:
+                found.neighbours[module] = neighbours
     found.deltas, found.mlps = recognise_deltas(model), recognise_mlps(model)
     rules = {module: router.rule for module, router in found.routers.items()}
     found.blocks = {
@@ -197,7 +217,7 @@ def _router_forward(module: nn.Module, router: KnownRouter) -> Callable[..., Any
     return forward
 
 
-def _fused_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
+def _fused_rotary(own: Rotate, kinds: Collection[str], *, neighbours: bool = False) -> Rotate:
     """A function that rotates like ``own``; see :func:`moechat.models.decode.rotary.native_rotary`."""
 
     def rotate(*arguments: Any, **named: Any) -> Any:
@@ -219,6 +239,6 @@ def _fused_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
             or not q.stride(-1) == k.stride(-1) == 1
         ):
             return own(q, k, cos, sin)
-        return steps.rotate(q, k, cos, sin, width)
+        return steps.rotate(q, k, cos, sin, width, neighbours=neighbours)
 
     return rotate

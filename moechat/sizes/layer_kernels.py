@@ -38,8 +38,7 @@ class FamilyKernels:
 
 PLAIN = FamilyKernels(attention=6, experts=3)
 _SHARED = FamilyKernels(attention=6, experts=5)
-# Latents, and rotary embedding of neighbouring elements.
-_LATENT = FamilyKernels(attention=29, experts=6, dense=4)
+_LATENT = FamilyKernels(attention=16, experts=6, dense=4)
 OTHER = FamilyKernels(attention=14, experts=9, dense=4)
 FAMILIES: Mapping[str, FamilyKernels] = {
     "qwen3_moe": PLAIN,

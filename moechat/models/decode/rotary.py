@@ -2,7 +2,8 @@
 
 Families call a function of their Python module, ``apply_rotary_pos_emb(q, k, cos, sin)``. An attention module
 gets a copy of its ``forward`` in which this name refers to the native function; the family's Python module is
-not changed.
+not changed. DeepSeek and GLM-4.7-Flash also have ``apply_rotary_pos_emb_interleave``, which rotates
+neighbouring elements; the kernels of a GPU compute it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from moechat import _native
 from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, close, probing
 
 _NAME = "apply_rotary_pos_emb"
-_WHOLE, _PART, _SHARED = "whole", "part", "shared"
+_NEIGHBOURS = "apply_rotary_pos_emb_interleave"
+WHOLE, _PART, _SHARED = "whole", "part", "shared"
 Rotate = Callable[..., Any]
 
 
@@ -39,10 +41,42 @@ def recognise_rotary(module: nn.Module) -> Rotate | None:
         )
         kinds = {
             kind
-            for kind, (cos, sin) in ((_WHOLE, whole), (_PART, half), (_SHARED, half))
+            for kind, (cos, sin) in ((WHOLE, whole), (_PART, half), (_SHARED, half))
             if _same(native_rotary(own, {kind}), own, q, k, cos, sin)
         }
     return native_rotary(own, kinds) if kinds else None
+
+
+def recognise_neighbours(module: nn.Module) -> Rotate | None:
+    """The function of ``module`` that rotates neighbouring elements, 2i and 2i + 1, by angle i, of as many
+    angles as elements. It returns the first ones of all pairs, then the second ones.
+
+    ``None``: the module has none, or the results differ.
+    """
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    own = forward.__globals__.get(_NEIGHBOURS)
+    if _NEIGHBOURS not in forward.__code__.co_names or not callable(own):
+        return None
+    with probing() as generator:
+        q = torch.randn((1, 3, 4, 32), generator=generator).transpose(1, 2)
+        k = torch.randn((1, 3, 1, 32), generator=generator).transpose(1, 2)
+        angles = torch.randn((2, 1, 3, 16), generator=generator).repeat(1, 1, 1, 2)
+        found: Rotate | None = own if _same(_turned_neighbours, own, q, k, *angles) else None
+    return found
+
+
+def _turned_neighbours(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference implementation in torch."""
+    turned = []
+    for x in (q, k):
+        first, second = x[..., ::2], x[..., 1::2]
+        c, s = (each[:, None, :, : first.shape[-1]] for each in (cos, sin))
+        turned.append(torch.cat([first * c - second * s, second * c + first * s], dim=-1))
+    return turned[0], turned[1]
 
 
 def _same(ours: Rotate, own: Rotate, *arguments: torch.Tensor) -> bool:
@@ -53,12 +87,21 @@ def _same(ours: Rotate, own: Rotate, *arguments: torch.Tensor) -> bool:
     return len(wanted) == 2 and all(map(close, ours(*arguments), wanted))
 
 
-def with_rotary(module: nn.Module, rotate: Rotate) -> Callable[..., Any]:
-    """The ``forward`` of ``module`` with ``rotate`` in place of its family's function."""
+def with_rotary(
+    module: nn.Module, rotate: Rotate | None, neighbours: Rotate | None = None
+) -> Callable[..., Any]:
+    """The ``forward`` of ``module`` with others in place of its family's functions.
+
+    Args:
+        module: The attention module.
+        rotate: In place of that of :func:`recognise_rotary`; ``None``: it stays.
+        neighbours: In place of that of :func:`recognise_neighbours`; ``None``: it stays.
+    """
     own = type(module).forward
     assert isinstance(own, FunctionType)
+    given = {name: each for name, each in ((_NAME, rotate), (_NEIGHBOURS, neighbours)) if each is not None}
     copy = FunctionType(
-        own.__code__, {**own.__globals__, _NAME: rotate}, own.__name__, own.__defaults__, own.__closure__
+        own.__code__, {**own.__globals__, **given}, own.__name__, own.__defaults__, own.__closure__
     )
     copy.__kwdefaults__ = own.__kwdefaults__
     copy.__dict__["rotates"] = rotate
@@ -77,7 +120,7 @@ def rotation_width(forward: Any, dim: int, angles: int) -> int:
 def rotated_width(kinds: Collection[str], dim: int, angles: int) -> int:
     """Elements of a head of ``dim`` that ``angles`` angles of one of the ``kinds`` rotate; 0: of none."""
     if angles == dim:
-        width = dim if _WHOLE in kinds else 0
+        width = dim if WHOLE in kinds else 0
     elif 2 * angles == dim and _SHARED in kinds:
         width = dim
     else:

@@ -106,7 +106,13 @@ def _normed(
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    *,
+    neighbours: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, in fresh memory of the order ``[1, tokens, heads, dim]``.
 
@@ -117,6 +123,7 @@ def rotate(
         sin: Likewise.
         width: First elements of a head that are rotated: ``angles``, or twice as many where the two elements
             of a pair share an angle. Even.
+        neighbours: A pair are elements 2i and 2i + 1, not i and i + width / 2.
     """
     _, q_heads, tokens, dim = q.shape
     k_heads = k.shape[1]
@@ -136,6 +143,7 @@ def rotate(
         k.stride(1),
         k.stride(2),
         num_warps=1,
+        NEIGHBOURS=neighbours,
         **rotate_constants(dim, cos.shape[-1], width),
     )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
@@ -178,5 +186,8 @@ def launches(norm: Norm, columns: int, head: tuple[int, int, int], dtype: torch.
     norms = [_norm_constants(columns, round_first=norm.round_first, adds=adds) for adds in (False, True)]
     return [
         *(Kernel(triton_steps.rms_norm, constants, rows, _norm_warps(columns)) for constants in norms),
-        Kernel(triton_steps.rotate, rotate_constants(*head), states, 1),
+        *(
+            Kernel(triton_steps.rotate, {**rotate_constants(*head), "NEIGHBOURS": neighbours}, states, 1)
+            for neighbours in (False, True)
+        ),
     ]

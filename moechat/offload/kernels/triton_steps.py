@@ -62,8 +62,12 @@ def turned(
     REST_PADDED: tl.constexpr,
     NORMED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr = False,
 ):
-    """One head, normed if ``NORMED``; its first ``WIDTH`` elements are rotated, the others copied."""
+    """One head, normed if ``NORMED``; its first ``WIDTH`` elements are rotated, the others copied.
+
+    If ``NEIGHBOURS``, a pair's elements lie side by side in ``x``; their weights are not given then.
+    """
     HALF: tl.constexpr = WIDTH // 2
     # Where the second element of a pair has its angle: it has one of its own, or shares that of the first.
     SECOND: tl.constexpr = HALF if ANGLES == WIDTH else 0
@@ -72,8 +76,12 @@ def turned(
     rest = WIDTH + tl.arange(0, REST_PADDED)
     behind = rest < DIM
     kind = out.dtype.element_ty
-    first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    if NEIGHBOURS:
+        first = tl.load(x + 2 * pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + pair, mask=inside, other=0.0).to(tl.float32)
     others = tl.load(x + rest, mask=behind, other=0.0).to(tl.float32)
     if NORMED:
         squares = tl.sum(first * first + second * second, axis=0) + tl.sum(others * others, axis=0)
@@ -122,6 +130,7 @@ def rotate(
     WIDTH: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):
     """Programs ``[q_heads + k_heads, tokens]``: one head of queries or of keys each."""
     head = tl.program_id(0)
@@ -131,9 +140,15 @@ def rotate(
     if head < q_heads:
         x = q + head * q_head + token * q_token
         out = q_out + (token * q_heads + head) * DIM
-        turned(x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False)
+        turned(
+            x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False,
+            NEIGHBOURS,
+        )  # fmt: skip
     else:
         head -= q_heads
         x = k + head * k_head + token * k_token
         out = k_out + (token * k_heads + head) * DIM
-        turned(x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False)
+        turned(
+            x, x, cos, sin, out, 0.0, 0.0, DIM, ANGLES, WIDTH, HALF_PADDED, REST_PADDED, False, False,
+            NEIGHBOURS,
+        )  # fmt: skip

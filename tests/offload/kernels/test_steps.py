@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from step_support import TYPES, close, drawn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -91,4 +92,17 @@ def test_rotary_embeddings_equal_the_families_functions(module, dim, angles, wid
         expected = module.apply_rotary_pos_emb(q, k, cos, sin)
         for found, wanted in zip(steps.rotate(q, k, cos, sin, width), expected, strict=True):
             assert found.transpose(1, 2).is_contiguous()
+            assert close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dim", [8, 24, 64])
+def test_rotary_embeddings_of_neighbours_equal_the_families_function(dim, dtype) -> None:
+    for tokens in (1, 3):
+        # Both inside of longer rows, as of latent attention.
+        q = drawn(1, tokens, 4, dim + 16, dtype=dtype)[..., 16:].transpose(1, 2)
+        k = drawn(1, tokens, 1, dim + 32, dtype=dtype, seed=2)[..., 32:].transpose(1, 2)
+        cos, sin = drawn(2, 1, tokens, dim // 2, dtype=dtype, seed=3).repeat(1, 1, 1, 2)
+        expected = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(q, k, cos, sin)
+        for found, wanted in zip(steps.rotate(q, k, cos, sin, dim, neighbours=True), expected, strict=True):
             assert close(found, wanted)

@@ -111,7 +111,7 @@ def test_lookups_of_pages_compile():
 def test_small_steps_compile_without_spilled_registers(dtype: str, capabilities: str) -> None:
     results = compiled(capabilities, "qwen3,gpt-oss,glm,largest", "steps", dtype)
     # And linear attention, of two of the models.
-    assert len(results) == (4 * 14 + 2 * 3) * len(capabilities.split(","))
+    assert len(results) == (4 * 15 + 2 * 3) * len(capabilities.split(","))
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
     assert {name: one for name, one in results.items() if one["spilled"]} == {}
     if dtype != "float32":
