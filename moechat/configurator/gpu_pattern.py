@@ -76,6 +76,8 @@ HEAD_KERNELS = 6
 # Host: a kernel that torch launches from Python, where tokens are not replayed: an estimate, at the lower end
 # of 5 to 25 us for an operation (jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
 EAGER_CALL = 8e-6
+# Kernels of a layer that torch launches, at least: those of plain attention, counted on an H100.
+EAGER_KERNELS = 25
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1
 # And of a layer that the GPU runs by itself: the lookup of its blocks.
@@ -240,7 +242,7 @@ def gpu_calls(
         sum_gpu=STREAM_KERNEL,
         kernels=EXPERT_KERNELS * STREAM_KERNEL,
         graph_kernel=node if graphs else STREAM_KERNEL,
-        dense_kernels=dense_kernels,
+        dense_kernels=dense_kernels if graphs else max(dense_kernels, EAGER_KERNELS),
         eager=0.0 if graphs else EAGER_CALL,
         triton=triton,
         link_call=COPY_CALL + 2 * EVENT_CALL,

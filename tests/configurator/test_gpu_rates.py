@@ -11,10 +11,13 @@ from moechat.configurator import gpu_rates
 from moechat.configurator.estimate import cost_figures
 from moechat.configurator.gpu_pattern import (
     DENSE_KERNELS,
+    EAGER_CALL,
+    EAGER_KERNELS,
     GRAPH_KERNEL,
     HEAD_KERNELS,
     LAYER_ACCOUNT,
     LAYER_HOST,
+    STREAM_KERNEL,
     gpu_calls,
     runs_ahead,
 )
@@ -124,6 +127,18 @@ def test_a_token_waits_for_the_host_at_no_layer_where_every_block_has_a_page() -
     assert not runs_ahead(9, 10, graphs=True, wanted=True)
     assert not runs_ahead(10, 10, graphs=False, wanted=None)
     assert not runs_ahead(10, 10, graphs=True, wanted=False)
+
+
+def test_layers_take_the_time_of_their_kernels_and_of_torch_where_it_launches_them() -> None:
+    plain, more = gpu_calls(1e-6), gpu_calls(1e-6, dense_kernels=35)
+    assert more.layer(1e-4) - plain.layer(1e-4) == pytest.approx((35 - DENSE_KERNELS) * GRAPH_KERNEL)
+    assert gpu_calls(1e-6, graphs=False).dense_kernels == EAGER_KERNELS
+    eager = gpu_calls(1e-6, dense_kernels=35, graphs=False)
+    # The host launches them while the GPU reads weights.
+    assert eager.layer(0.0) - eager.dense - eager.choice == pytest.approx(35 * EAGER_CALL)
+    assert eager.layer(1.0) - eager.dense - eager.choice == pytest.approx(1.0 + 35 * STREAM_KERNEL)
+    assert eager.head(0.0) > plain.head(0.0)
+    assert gpu_calls(1e-6, ahead_layers=4, dense_kernels=35).layer(0.0) == pytest.approx(35 * GRAPH_KERNEL)
 
 
 def test_the_host_accounts_for_layers_while_the_head_is_computed() -> None:

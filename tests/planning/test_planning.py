@@ -675,7 +675,7 @@ def test_tokens_of_a_gpu_that_holds_every_expert_do_not_wait_for_the_host(
     monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
     behind = speed()
     assert usual.tokens_per_s > 1.3 * behind.tokens_per_s
-    assert without_graphs.tokens_per_s == pytest.approx(behind.tokens_per_s, rel=0.01)
+    assert without_graphs.tokens_per_s < 0.8 * behind.tokens_per_s, "torch launches every kernel"
     assert usual.ttft_s is not None
     assert usual.ttft_s == behind.ttft_s, "the host launches every layer of a prompt"
     costs = {figure.name: figure.value for figure in usual.costs}
