@@ -2527,6 +2527,53 @@ def rows16_product(
 MOST_STEP_TOKENS: int
 """Most tokens of a :class:`LayerStep`."""
 
+class DeltaMixer:
+    """Linear attention with its dense products, for one token.
+
+    Args:
+        delta: Between the products.
+        inputs: Products of the hidden state.
+        sources: Of these, those with queries, keys and values; with gates; with betas; with decays.
+        output: The last product.
+
+    Raises:
+        ValueError: The products do not have the sizes of ``delta``.
+    """
+
+    def __init__(
+        self,
+        delta: GatedDelta,
+        inputs: Sequence[DenseProduct],
+        sources: Sequence[int],
+        output: DenseProduct,
+    ) -> None: ...
+    def __call__(self, hidden: int, before: int, state: int, out: int) -> None:
+        """Compute a token.
+
+        Args:
+            hidden: Address of the hidden state, of the type of ``delta``.
+            before: As of :meth:`GatedDelta.__call__`, as ``state``.
+            state: See there.
+            out: Of the result.
+        """
+
+class GatedMlp:
+    """``down(silu(gate(x)) * up(x))`` for one token, rounded to its type after each step.
+
+    Args:
+        type: As for :class:`RmsNorm`.
+        gate: The product that is activated.
+        up: The product that it multiplies.
+        down: The last product.
+
+    Raises:
+        ValueError: The products do not fit together.
+    """
+
+    def __init__(self, type: str, gate: DenseProduct, up: DenseProduct, down: DenseProduct) -> None: ...
+    def __call__(self, x: int, out: int) -> None:
+        """Compute a token from the address of its inputs to that of its outputs."""
+
 class LayerStep:
     """Computes a decoder layer, up to its experts, for one token or for one of each of several attention
     caches; bitwise equal to calling its parts in turn.

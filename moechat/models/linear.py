@@ -51,6 +51,11 @@ class _Dense(nn.Module, ABC):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of hidden states in the model."""
+        return self._dtype
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of weights and bias, which every token reads."""

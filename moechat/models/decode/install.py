@@ -17,9 +17,11 @@ from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layer_check import agrees, layer_kind
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.native_delta import native_delta
+from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
+from moechat.models.decode.shared_expert import recognise_mlps
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
 
@@ -36,6 +38,7 @@ class NativeModules:
         rotary: Attention modules with native rotary embedding.
         latent: Attention modules whose latent cache is not expanded.
         deltas: Linear attention by the gated delta rule.
+        mlps: Gated feed-forward parts.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts, is one native call.
         whole: Whether a pass of one token skips transformers' code between the layers too.
@@ -48,6 +51,7 @@ class NativeModules:
     rotary: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
+    mlps: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     attention: bool = False
@@ -101,6 +105,11 @@ def install_native_modules(model: Any) -> NativeModules:
         if forward is not None:
             done.replace(module, forward)
             done.deltas.append(names[module])
+    for module, mlp in recognise_mlps(model).items():
+        forward = native_mlp(mlp)
+        if forward is not None:
+            done.replace(module, forward)
+            done.mlps.append(names[module])
     attention.register()
     config = model.config
     before = config._attn_implementation

@@ -20,6 +20,7 @@ from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
 from moechat.models.decode.attention import hides_nothing
 from moechat.models.decode.probe import ELEMENTS
+from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.wiring import (
     HEAD_NORMS,
@@ -28,7 +29,6 @@ from moechat.models.decode.wiring import (
     only_known_arguments,
     recognise_wiring,
 )
-from moechat.models.linear import PackedLinear, StoredLinear
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 Forward = Callable[..., Any]
@@ -82,17 +82,6 @@ def _parts(layer: Any, angles: int) -> LayerParts | None:
     attention = wiring.attention
     width = rotation_width(vars(attention).get("forward"), getattr(attention, "head_dim", 0), angles)
     return LayerParts(**vars(wiring), width=width, angles=angles) if width else None
-
-
-_Products = tuple[_native.DenseProduct, _native.DenseProduct, _native.DenseProduct, _native.DenseProduct]
-
-
-def _products(attention: Any) -> _Products | None:
-    found = [getattr(attention, name, None) for name in PROJECTIONS]
-    if not all(isinstance(module, StoredLinear | PackedLinear) for module in found):
-        return None
-    query, key, value, output = (module.product() for module in found if module is not None)
-    return query, key, value, output
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,7 @@ class NativeStep:
 
 def _step(parts: LayerParts) -> _Step | None:
     attention = parts.attention
-    products = _products(attention)
+    products = native_products(getattr(attention, name, None) for name in PROJECTIONS)
     norms = [getattr(attention, name, None) for name in HEAD_NORMS]
     head_norms = [_native_part(norm) for norm in norms]
     weight = parts.before.weight
@@ -173,10 +162,14 @@ def _step(parts: LayerParts) -> _Step | None:
         sinks = sinks.detach().float().contiguous()
     kind = ELEMENTS[dtype]
     at = 0 if sinks is None else sinks.data_ptr()
+    query, key, value, output = products
     run = _native.LayerStep(
         kind,
         _native_part(parts.before),
-        *products,
+        query,
+        key,
+        value,
+        output,
         (head_norms[0], head_norms[1]) if norms[0] is not None else None,
         _native.Attention(kind, kv_heads, heads // kv_heads, dim, 0, dim, scaling, at),
         parts.angles,

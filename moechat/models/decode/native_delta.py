@@ -10,32 +10,20 @@ import torch
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.probe import ELEMENTS
+from moechat.models.decode.products import native_products
 from moechat.models.decode.wiring import only_known_arguments
 
 Forward = Callable[..., Any]
+# (hidden state, states) -> result.
+_Step = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
 
 def native_delta(delta: GatedDelta) -> Forward | None:
     """A ``forward`` for ``delta.mixer``; ``None`` if the native code does not serve its sizes."""
-    weights, log_rates, biases, norm = delta.parameters()
-    places = (delta.q, delta.k, delta.v, delta.gate, delta.beta, delta.decay)
-    try:
-        run = _native.GatedDelta(
-            ELEMENTS[weights.dtype],
-            delta.k_heads,
-            delta.group,
-            delta.k_dim,
-            delta.v_dim,
-            delta.taps,
-            [(place.start, place.stride) for place in places],
-            delta.eps,
-            *(weight.data_ptr() for weight in (weights, log_rates, biases, norm)),
-        )
-    except ValueError:
+    step = _step(delta)
+    if step is None:
         return None
-    own, hooks, dtype = delta.mixer.forward, delta.hooks(), weights.dtype
-    projections, output, width = delta.projections, delta.output, delta.v_heads * delta.v_dim
-    sources = [place.source for place in (delta.q, delta.gate, delta.beta, delta.decay)]
+    own, hooks, dtype = delta.mixer.forward, delta.hooks(), delta.parameters()[0].dtype
 
     def forward(
         hidden_states: torch.Tensor,
@@ -54,13 +42,52 @@ def native_delta(delta: GatedDelta) -> Forward | None:
             or not only_known_arguments(named)
         ):
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        rows = [module(hidden_states).contiguous() for module in projections]
-        out = torch.empty((1, 1, width), dtype=dtype)
-        before, state = states
-        mixed, gate, beta, decay = (rows[source].data_ptr() for source in sources)
-        run(mixed, gate, beta, decay, before.data_ptr(), state.data_ptr(), out.data_ptr())
-        return output(out)
+        return step(hidden_states.contiguous(), states)
 
-    # Keeps the memory alive that ``run`` reads.
-    forward.__dict__["weights"] = weights, log_rates, biases, norm
     return forward
+
+
+def _step(delta: GatedDelta) -> _Step | None:
+    """Computes a token: in one call, or between the projections, if native code does not read these."""
+    weights = delta.parameters()
+    places = (delta.q, delta.k, delta.v, delta.gate, delta.beta, delta.decay)
+    try:
+        run = _native.GatedDelta(
+            ELEMENTS[weights[0].dtype],
+            delta.k_heads,
+            delta.group,
+            delta.k_dim,
+            delta.v_dim,
+            delta.taps,
+            [(place.start, place.stride) for place in places],
+            delta.eps,
+            *(weight.data_ptr() for weight in weights),
+        )
+    except ValueError:
+        return None
+    sources = [place.source for place in (delta.q, delta.gate, delta.beta, delta.decay)]
+    projections, output, width = delta.projections, delta.output, delta.v_heads * delta.v_dim
+    products = native_products([*projections, output])
+    if products is not None:
+        mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
+
+        def whole(hidden: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            out = torch.empty_like(hidden)
+            before, state = states
+            mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
+            return out
+
+        whole.__dict__["weights"] = weights  # keeps the memory alive that ``run`` reads
+        return whole
+
+    def between(hidden: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        rows = [module(hidden).contiguous() for module in projections]
+        out = torch.empty((1, 1, width), dtype=hidden.dtype)
+        mixed, gate, beta, decay = (rows[source].data_ptr() for source in sources)
+        before, state = states
+        run(mixed, gate, beta, decay, before.data_ptr(), state.data_ptr(), out.data_ptr())
+        result: torch.Tensor = output(out)
+        return result
+
+    between.__dict__["weights"] = weights
+    return between

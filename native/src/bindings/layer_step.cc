@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -18,6 +19,7 @@
 #include "bindings/bindings.h"
 #include "bindings/decode_parts.h"
 #include "bindings/gil.h"
+#include "kernels/decode/token_parts.h"
 
 namespace moechat {
 namespace {
@@ -170,6 +172,51 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   return step;
 }
 
+// Parts of a layer, and the products that they use.
+struct Mixer {
+  DeltaMixer task;
+  std::vector<Product> kept;
+
+  void run(Address hidden, Address before, Address state, Address out) const {
+    const ReleaseGil released;
+    delta_mixer(task, at(hidden), at(before), at<float>(state), at(out));
+  }
+};
+
+Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int, 4> sources,
+                 Product output) {
+  Mixer mixer{};
+  mixer.task.task = delta.task;
+  for (const Product& input : inputs) mixer.task.inputs.push_back(input.task);
+  mixer.task.mixed = sources[0];
+  mixer.task.gate = sources[1];
+  mixer.task.beta = sources[2];
+  mixer.task.decay = sources[3];
+  mixer.task.output = output.task;
+  check_delta_mixer(mixer.task);
+  mixer.kept = std::move(inputs);
+  mixer.kept.push_back(std::move(output));
+  return mixer;
+}
+
+struct Mlp {
+  GatedMlp task;
+  std::vector<Product> kept;
+
+  void run(Address x, Address out) const {
+    const ReleaseGil released;
+    gated_mlp(task, at(x), at(out));
+  }
+};
+
+Mlp make_mlp(const std::string& type, Product gate, Product up, Product down) {
+  Mlp mlp{};
+  mlp.task = {element_type(type), gate.task, up.task, down.task};
+  check_gated_mlp(mlp.task);
+  mlp.kept = {std::move(gate), std::move(up), std::move(down)};
+  return mlp;
+}
+
 }  // namespace
 
 void bind_layer_step(py::module_& m) {
@@ -177,6 +224,13 @@ void bind_layer_step(py::module_& m) {
   m.def("packed_product", &packed_product, py::arg("layout"), py::arg("data"), py::arg("bias"),
         py::arg("activation_bits"));
   m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));
+
+  py::class_<Mixer>(m, "DeltaMixer")
+      .def(py::init(&make_mixer), py::arg("delta"), py::arg("inputs"), py::arg("sources"), py::arg("output"))
+      .def("__call__", &Mixer::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
+  py::class_<Mlp>(m, "GatedMlp")
+      .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
+      .def("__call__", &Mlp::run, py::arg("x"), py::arg("out"));
 
   py::class_<Step>(m, "LayerStep")
       .def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),

@@ -6,38 +6,34 @@
 #include <string>
 #include <vector>
 
+#include "kernels/decode/step_memory.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/threads/spin.h"
 
 namespace moechat {
 namespace {
 
-constexpr std::int64_t kLine = 64;
-
-std::int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
-
-// Scratch memory of the decoding thread. Every step allocates from its beginning.
-class Arena {
+// Adds the time since its last call, or since the start, to a part.
+class Clock {
  public:
-  explicit Arena(std::int64_t bytes) {
-    static thread_local std::vector<unsigned char> memory;
-    const auto wanted = static_cast<std::size_t>(bytes + kLine);
-    if (memory.size() < wanted) memory.resize(wanted);
-    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
-    next_ = memory.data() + (kLine - static_cast<std::int64_t>(address % kLine)) % kLine;
-  }
-  static std::int64_t bytes_of(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
-  template <class T = void>
-  T* take(std::int64_t bytes) {
-    unsigned char* found = next_;
-    next_ += bytes_of(bytes);
-    return reinterpret_cast<T*>(found);
+  explicit Clock(StepTimes* times) : times_(times), since_(times == nullptr ? 0 : now_ns()) {}
+  void add(std::int64_t StepTimes::* part) {
+    if (times_ == nullptr) return;
+    const std::int64_t now = now_ns();
+    times_->*part += now - since_;
+    since_ = now;
   }
 
  private:
-  unsigned char* next_;
+  StepTimes* times_;
+  std::int64_t since_;
 };
+
+void require(bool fits, const char* what) {
+  if (!fits) throw std::invalid_argument(std::string("a layer's step does not fit together: ") + what);
+}
+
+}  // namespace
 
 void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out) {
   if (product.packed) {
@@ -63,28 +59,6 @@ void multiply(const StepProduct& product, const float* x, std::int64_t tokens, f
   call.out = out;
   rows16_forward(call);
 }
-
-// Adds the time since its last call, or since the start, to a part.
-class Clock {
- public:
-  explicit Clock(StepTimes* times) : times_(times), since_(times == nullptr ? 0 : now_ns()) {}
-  void add(std::int64_t StepTimes::* part) {
-    if (times_ == nullptr) return;
-    const std::int64_t now = now_ns();
-    times_->*part += now - since_;
-    since_ = now;
-  }
-
- private:
-  StepTimes* times_;
-  std::int64_t since_;
-};
-
-void require(bool fits, const char* what) {
-  if (!fits) throw std::invalid_argument(std::string("a layer's step does not fit together: ") + what);
-}
-
-}  // namespace
 
 void check_layer_step(const LayerStep& step) {
   const AttendTask& heads = step.attention;

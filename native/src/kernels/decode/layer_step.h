@@ -85,6 +85,9 @@ void check_layer_step(const LayerStep& step);
 // Throws std::invalid_argument for a wrong number of tokens.
 void layer_step(const LayerStep& step, const LayerStepCall& call);
 
+// out [tokens, rows] from x [tokens, cols]; at most kMostStepTokens tokens.
+void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out);
+
 // out[i] += rounded(x[i]), rounded to `type`.
 void add_rounded(ElementType type, const float* x, std::int64_t count, void* out);
 

@@ -1,0 +1,33 @@
+"""A native ``forward`` for gated feed-forward parts, for one token on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moechat import _native
+from moechat.models.decode.probe import ELEMENTS
+from moechat.models.decode.products import native_products
+from moechat.models.decode.shared_expert import GatedMlp
+
+
+def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A ``forward`` for ``mlp.module``; ``None`` if native code does not read its weights."""
+    products = native_products([*mlp.inputs, mlp.output])
+    dtype = getattr(mlp.output, "dtype", None)
+    if products is None or dtype not in ELEMENTS:
+        return None
+    run = _native.GatedMlp(ELEMENTS[dtype], *products)
+    own, hooks, width = mlp.module.forward, mlp.hooks(), mlp.output.out_features
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() != x.shape[-1] or x.dtype is not dtype or not x.is_cpu or any(hooks):
+            answer: torch.Tensor = own(x)
+            return answer
+        x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], width), dtype=dtype)
+        run(x.data_ptr(), out.data_ptr())
+        return out
+
+    return forward

@@ -1,0 +1,117 @@
+#include "kernels/decode/token_parts.h"
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/decode/step_memory.h"
+#include "kernels/isa/dispatch.h"
+
+namespace moechat {
+namespace {
+
+void require(bool fits, const char* what) {
+  if (!fits) throw std::invalid_argument(std::string("the parts do not fit together: ") + what);
+}
+
+// Whether all heads of something, `each` elements for a head of keys, lie in a row of so many.
+bool holds(const DeltaTask& task, const DeltaTask::Place& place, std::int64_t each, std::int64_t rows) {
+  return place.start >= 0 && place.stride >= 0 &&
+         place.start + (task.k_heads - 1) * place.stride + each <= rows;
+}
+
+}  // namespace
+
+void check_delta_mixer(const DeltaMixer& mixer) {
+  const DeltaTask& task = mixer.task;
+  const auto count = static_cast<int>(mixer.inputs.size());
+  for (const int source : {mixer.mixed, mixer.gate, mixer.beta, mixer.decay}) {
+    require(source >= 0 && source < count, "a source that there is not");
+  }
+  for (const StepProduct& input : mixer.inputs) {
+    require(input.cols == mixer.output.rows, "projections and hidden size");
+  }
+  const std::int64_t values = task.group * task.v_dim;
+  const auto rows = [&](int source) { return mixer.inputs[static_cast<std::size_t>(source)].rows; };
+  require(holds(task, task.q, task.k_dim, rows(mixer.mixed)), "queries");
+  require(holds(task, task.k, task.k_dim, rows(mixer.mixed)), "keys");
+  require(holds(task, task.v, values, rows(mixer.mixed)), "values");
+  require(holds(task, task.gate, values, rows(mixer.gate)), "gates");
+  require(holds(task, task.beta, task.group, rows(mixer.beta)), "betas");
+  require(holds(task, task.decay, task.group, rows(mixer.decay)), "decays");
+  require(mixer.output.cols == task.k_heads * values, "the last projection");
+}
+
+void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, float* state, void* out) {
+  const DecodeKernels& kernel = *kernels().decode;
+  const ElementType type = mixer.task.type;
+  const std::int64_t size = element_bytes(type), width = mixer.output.rows, mixes = mixer.output.cols;
+  const std::int64_t widest = width > mixes ? width : mixes;
+  std::int64_t most = width, bytes = Arena::bytes_of(widest * 4) + Arena::bytes_of(mixes * size);
+  for (const StepProduct& input : mixer.inputs) {
+    most = input.rows > most ? input.rows : most;
+    bytes += Arena::bytes_of(input.rows * size);
+  }
+  Arena arena(bytes + Arena::bytes_of(most * 4));
+  auto* wide = arena.take<float>(widest * 4);
+  auto* sums = arena.take<float>(most * 4);
+  void* mixed = arena.take(mixes * size);
+  kernel.widen(type, hidden, width, wide);
+  DeltaTask task = mixer.task;
+  const void** const wanted[] = {&task.mixed, &task.gate_row, &task.beta_row, &task.decay_row};
+  const int sources[] = {mixer.mixed, mixer.gate, mixer.beta, mixer.decay};
+  for (std::size_t i = 0; i < mixer.inputs.size(); ++i) {
+    const StepProduct& input = mixer.inputs[i];
+    void* row = arena.take(input.rows * size);
+    multiply(input, wide, 1, sums);
+    kernel.narrow(type, sums, input.rows, row);
+    for (int part = 0; part < 4; ++part) {
+      if (sources[part] == static_cast<int>(i)) *wanted[part] = row;
+    }
+  }
+  task.before = before;
+  task.state = state;
+  task.out = mixed;
+  delta(task);
+  kernel.widen(type, mixed, mixes, wide);
+  multiply(mixer.output, wide, 1, sums);
+  kernel.narrow(type, sums, width, out);
+}
+
+void check_gated_mlp(const GatedMlp& mlp) {
+  require(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
+  require(mlp.down.cols == mlp.up.rows, "up and down");
+}
+
+void gated_mlp(const GatedMlp& mlp, const void* x, void* out) {
+  const DecodeKernels& kernel = *kernels().decode;
+  const std::int64_t cols = mlp.gate.cols, inner = mlp.gate.rows, rows = mlp.down.rows;
+  const std::int64_t size = element_bytes(mlp.type);
+  Arena arena(Arena::bytes_of(cols * 4) + 3 * Arena::bytes_of(inner * 4) + Arena::bytes_of(inner * size) +
+              Arena::bytes_of(rows * 4));
+  auto* wide = arena.take<float>(cols * 4);
+  auto* gate = arena.take<float>(inner * 4);
+  auto* up = arena.take<float>(inner * 4);
+  auto* factors = arena.take<float>(inner * 4);
+  void* narrow = arena.take(inner * size);
+  auto* sums = arena.take<float>(rows * 4);
+  const auto rounded = [&](float* values) {
+    kernel.narrow(mlp.type, values, inner, narrow);
+    kernel.widen(mlp.type, narrow, inner, values);
+  };
+  kernel.widen(mlp.type, x, cols, wide);
+  multiply(mlp.gate, wide, 1, gate);
+  multiply(mlp.up, wide, 1, up);
+  rounded(gate);
+  rounded(up);
+  for (std::int64_t i = 0; i < inner; ++i) factors[i] = -gate[i];
+  kernel.exponentials(factors, inner, 0.0f);
+  for (std::int64_t i = 0; i < inner; ++i) gate[i] /= 1.0f + factors[i];
+  rounded(gate);
+  for (std::int64_t i = 0; i < inner; ++i) gate[i] *= up[i];
+  rounded(gate);
+  multiply(mlp.down, gate, 1, sums);
+  kernel.narrow(mlp.type, sums, rows, out);
+}
+
+}  // namespace moechat

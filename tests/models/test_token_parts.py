@@ -1,0 +1,119 @@
+"""Parts of a decoder layer with their dense products in one native call, for one token on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from delta_support import mixer_of
+from families import tiny_family
+from tiny import write_tiny_checkpoint
+
+import moechat
+from moechat import _native
+from moechat.models.decode.gated_delta import recognise_gated_deltas
+from moechat.models.decode.native_delta import native_delta
+from moechat.models.decode.native_mlp import native_mlp
+from moechat.models.decode.probe import close
+from moechat.models.decode.products import native_products
+from moechat.models.decode.shared_expert import fed, recognise_mlps
+from moechat.models.linear import StoredLinear
+
+TOKENS = [3, 10, 17, 24]
+
+
+def logits(engine: moechat.Engine) -> torch.Tensor:
+    """Of decoded tokens."""
+    cache, found = engine.loaded.new_cache(64), []
+    for tokens in ([5, 17, 9], *([token] for token in TOKENS)):
+        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        found.append(output.logits[0, -1].float())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dense_bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "deltas", "mlps"), [("qwen3_next", 3, 4), ("qwen3_5_moe_text", 3, 4), ("glm4_moe", 0, 4)]
+)
+def test_a_decoded_token_is_that_of_the_family_s_code(
+    family: str, deltas: int, mlps: int, dtype: str, dense_bits: int, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_family(family))
+    options = {"ctx": 64, "dtype": dtype, "dense_bits": dense_bits, "activation_bits": 32}
+    with moechat.load(tmp_path / family, **options) as engine:
+        native = engine.loaded.native_modules
+        assert len(native.deltas) == deltas
+        assert len(native.mlps) == mlps
+        found = logits(engine)
+        # The other native modules stay.
+        for name in (*native.deltas, *native.mlps):
+            del vars(engine.loaded.model.get_submodule(name))["forward"]
+        wanted = logits(engine)
+    off = (found - wanted).abs().max() / wanted.abs().max()
+    assert off < (1e-5 if dtype == "float32" else 3e-2)
+    if mlps == 4 and not deltas and dtype == "bfloat16":
+        assert torch.equal(found.argmax(1), wanted.argmax(1))
+
+
+def stored(weight: torch.Tensor) -> StoredLinear:
+    return StoredLinear(weight.detach().bfloat16().contiguous(), None, torch.bfloat16)
+
+
+@torch.inference_mode()
+def test_a_feed_forward_part_rounds_as_its_modules_do(tmp_path: Path, moechat_home: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "glm", tiny_family("glm4_moe"))
+    with moechat.load(tmp_path / "glm", ctx=64, dtype="bfloat16", dense_bits=8) as engine:
+        engine.loaded.native_modules.undo()
+        parts = recognise_mlps(engine.loaded.model)
+        assert parts
+        for mlp in parts.values():
+            forward = native_mlp(mlp)
+            for seed in range(4):
+                x = torch.randn((1, 1, 64), generator=torch.Generator().manual_seed(seed)).bfloat16()
+                assert close(forward(x), fed(mlp, x))
+            two = torch.randn(2, 64).bfloat16()
+            assert torch.equal(forward(two), mlp.module(two)), "several tokens are left to the modules"
+
+
+def test_projections_with_other_weights_are_called_between_native_steps() -> None:
+    """As those whose rows have several encodings."""
+    delta = mixer_of("apart", 2, 4, 16, 16, 4)
+    assert native_products(delta.projections) is None
+    assert native_delta(delta) is not None
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    mixer = mixer_of("apart", 2, 4, 16, 16, 4, hidden=64).mixer
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
+        mixer._modules[name] = stored(mixer._modules[name].weight)
+    (delta,) = recognise_gated_deltas(mixer.bfloat16()).values()
+    assert native_delta(delta) is not None
+    products = native_products([*delta.projections, delta.output])
+    weights = [weight.data_ptr() for weight in delta.parameters()]
+    places = [
+        (place.start, place.stride)
+        for place in (delta.q, delta.k, delta.v, delta.gate, delta.beta, delta.decay)
+    ]
+    run = _native.GatedDelta("bfloat16", 2, 2, 16, 16, 4, places, 1e-6, *weights)
+    _native.DeltaMixer(run, products[:-1], [0, 1, 2, 3], products[-1])
+    for sources in ([0, 1, 2, 4], [0, 1, 2, -1], [2, 1, 2, 3], [0, 2, 2, 3]):
+        with pytest.raises(ValueError, match="do not fit together"):
+            _native.DeltaMixer(run, products[:-1], sources, products[-1])
+    wide = native_products(
+        [stored(torch.randn(32, 64)), stored(torch.randn(48, 64)), stored(torch.randn(64, 32))]
+    )
+    with pytest.raises(ValueError, match="gate and up"):
+        _native.GatedMlp("bfloat16", *wide)
+    with pytest.raises(ValueError, match="up and down"):
+        _native.GatedMlp("bfloat16", wide[1], wide[1], wide[2])
+    for name, value, why in (
+        ("k_heads", 0, "at least 1"),
+        ("v_dim", 24, "multiple of 16"),
+        ("taps", 9, "more than 8"),
+        ("places", places[:5], "5 places"),
+    ):
+        given = {"k_heads": 2, "group": 2, "k_dim": 16, "v_dim": 16, "taps": 4, "places": places, name: value}
+        with pytest.raises(ValueError, match=why):
+            _native.GatedDelta("bfloat16", *given.values(), 1e-6, *weights)
