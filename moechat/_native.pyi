@@ -2557,6 +2557,30 @@ class DeltaMixer:
             out: Of the result.
         """
 
+class DeltaStep:
+    """The part of a decoder layer before its feed-forward part: norm, linear attention, residual, norm.
+
+    Args:
+        before: Norm of the hidden state.
+        mixer: Linear attention.
+        after: Norm of its sum with the hidden state.
+
+    Raises:
+        ValueError: The norms do not have the sizes of ``mixer``.
+    """
+
+    def __init__(self, before: RmsNorm, mixer: DeltaMixer, after: RmsNorm) -> None: ...
+    def __call__(self, hidden: int, before: int, state: int, residual: int, normed: int) -> None:
+        """Compute a token.
+
+        Args:
+            hidden: Address of the hidden state, of the type of ``mixer``.
+            before: As of :meth:`DeltaMixer.__call__`, as ``state``.
+            state: See there.
+            residual: Of the sum; not that of ``hidden``.
+            normed: Of its norm.
+        """
+
 class GatedMlp:
     """``down(silu(gate(x)) * up(x))`` for one token, rounded to its type after each step.
 

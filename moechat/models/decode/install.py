@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from moechat.models.decode import attention
+from moechat.models.decode import attention, delta_layer
 from moechat.models.decode.angles import angle_count, recognise_angles
-from moechat.models.decode.gated_delta import recognise_gated_deltas
+from moechat.models.decode.delta_layer import find_delta_layer
+from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layer_check import agrees, layer_kind
-from moechat.models.decode.layers import recognise_layer
-from moechat.models.decode.native_delta import native_delta
+from moechat.models.decode.layers import native_part, recognise_layer
+from moechat.models.decode.native_delta import native_delta, native_delta_layer
 from moechat.models.decode.native_mlp import native_mlp
-from moechat.models.decode.norms import native_norm, recognise_norm
+from moechat.models.decode.norms import Norm, native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
 from moechat.models.decode.shared_expert import recognise_mlps
@@ -39,6 +40,8 @@ class NativeModules:
         latent: Attention modules whose latent cache is not expanded.
         deltas: Linear attention by the gated delta rule.
         mlps: Gated feed-forward parts.
+        delta_layers: Decoder layers with such linear attention whose step, up to their feed-forward part, is
+            one native call.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts, is one native call.
         whole: Whether a pass of one token skips transformers' code between the layers too.
@@ -52,6 +55,7 @@ class NativeModules:
     latent: list[str] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
+    delta_layers: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     attention: bool = False
@@ -86,10 +90,12 @@ def install_native_modules(model: Any) -> NativeModules:
         model: A transformers model with its dense weights on the CPU.
     """
     done = NativeModules()
+    norms: dict[nn.Module, Norm] = {}
     for name, module in model.named_modules():
         if (norm := recognise_norm(module)) is not None:
             done.replace(module, native_norm(module, norm))
             done.norms.append(name)
+            norms[module] = norm
         elif (rule := recognise_router(module)) is not None:
             done.replace(module, native_router(module, rule))
             done.routers.append(name)
@@ -100,7 +106,8 @@ def install_native_modules(model: Any) -> NativeModules:
             done.replace(module, with_rotary(module, rotate))
             done.rotary.append(name)
     names = {module: name for name, module in model.named_modules()}
-    for module, delta in recognise_gated_deltas(model).items():
+    deltas = recognise_gated_deltas(model)
+    for module, delta in deltas.items():
         forward = native_delta(delta)
         if forward is not None:
             done.replace(module, forward)
@@ -110,6 +117,8 @@ def install_native_modules(model: Any) -> NativeModules:
         if forward is not None:
             done.replace(module, forward)
             done.mlps.append(names[module])
+    if deltas:
+        _install_delta_layers(done, names, norms, deltas)
     attention.register()
     config = model.config
     before = config._attn_implementation
@@ -125,6 +134,30 @@ def install_native_modules(model: Any) -> NativeModules:
                 done.latent.append(name)
         _install_layers(done, model)
     return done
+
+
+def _install_delta_layers(
+    done: NativeModules,
+    names: Mapping[nn.Module, str],
+    norms: Mapping[nn.Module, Norm],
+    deltas: Mapping[nn.Module, GatedDelta],
+) -> None:
+    tried: dict[Any, bool] = {}
+    for module, name in names.items():
+        # Its feed-forward part stays a module, whatever it has.
+        found = find_delta_layer(module, norms, (), deltas)
+        if found is None:
+            continue
+        parts = [native_part(norm) for norm in (found.wiring.before, found.wiring.after)]
+        forward = native_delta_layer(module, found, parts)
+        if forward is None:
+            continue
+        kind = layer_kind(module)
+        if kind not in tried:
+            tried[kind] = delta_layer.agrees(module, found, None)
+        if tried[kind]:
+            done.replace(module, forward)
+            done.delta_layers.append(name)
 
 
 def _install_layers(done: NativeModules, model: Any) -> None:

@@ -67,17 +67,17 @@ def recognise_layer(layer: Any, angles: int) -> Forward | None:
         return None
 
 
-def _native_part(module: nn.Module | None) -> Any:
+def native_part(module: nn.Module | None) -> Any:
     """The native object behind the ``forward`` of a norm or router; ``None`` if torch computes it."""
     forward = None if module is None else vars(module).get("forward")
     return None if forward is None else getattr(forward, "__dict__", {}).get("run")
 
 
 def _parts(layer: Any, angles: int) -> LayerParts | None:
-    wiring = recognise_wiring(layer, lambda module: isinstance(_native_part(module), _native.Routing))
+    wiring = recognise_wiring(layer, lambda module: isinstance(native_part(module), _native.Routing))
     if wiring is None or wiring.gated:
         return None
-    if not all(isinstance(_native_part(norm), _native.RmsNorm) for norm in (wiring.before, wiring.after)):
+    if not all(isinstance(native_part(norm), _native.RmsNorm) for norm in (wiring.before, wiring.after)):
         return None
     attention = wiring.attention
     width = rotation_width(vars(attention).get("forward"), getattr(attention, "head_dim", 0), angles)
@@ -140,7 +140,7 @@ def _step(parts: LayerParts) -> _Step | None:
     attention = parts.attention
     products = native_products(getattr(attention, name, None) for name in PROJECTIONS)
     norms = [getattr(attention, name, None) for name in HEAD_NORMS]
-    head_norms = [_native_part(norm) for norm in norms]
+    head_norms = [native_part(norm) for norm in norms]
     weight = parts.before.weight
     assert isinstance(weight, torch.Tensor)
     dtype, hidden_size = weight.dtype, weight.shape[0]
@@ -165,7 +165,7 @@ def _step(parts: LayerParts) -> _Step | None:
     query, key, value, output = products
     run = _native.LayerStep(
         kind,
-        _native_part(parts.before),
+        native_part(parts.before),
         query,
         key,
         value,
@@ -174,8 +174,8 @@ def _step(parts: LayerParts) -> _Step | None:
         _native.Attention(kind, kv_heads, heads // kv_heads, dim, 0, dim, scaling, at),
         parts.angles,
         parts.width,
-        _native_part(parts.after),
-        _native_part(parts.router),
+        native_part(parts.after),
+        native_part(parts.router),
     )
     return _Step(run, dtype, hidden_size, kv_heads, dim, sinks)
 

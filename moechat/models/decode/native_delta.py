@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from moechat import _native
+from moechat.models.decode.delta_layer import DeltaLayer
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.products import native_products
@@ -44,6 +45,48 @@ def native_delta(delta: GatedDelta) -> Forward | None:
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
         return step(hidden_states.contiguous(), states)
 
+    forward.__dict__["mixer"] = step.__dict__.get("mixer")
+    return forward
+
+
+def native_delta_layer(layer: Any, found: DeltaLayer, norms: Sequence[_native.RmsNorm]) -> Forward | None:
+    """A ``forward`` for a decoder layer with such linear attention; ``None`` if its mixer is no native call.
+
+    Args:
+        layer: The layer; :func:`native_delta` has the ``forward`` of its mixer.
+        found: Its parts.
+        norms: Natively: before linear attention, and behind it.
+    """
+    wiring, delta = found.wiring, found.delta
+    mixer = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
+    if mixer is None:
+        return None
+    before, after = norms
+    run = _native.DeltaStep(before, mixer, after)
+    own, hooks, mlp, dtype = layer.forward, wiring.hooks(), wiring.mlp, delta.parameters()[0].dtype
+
+    def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        states = None
+        if (
+            hidden_states.shape[:-1] == (1, 1)
+            and hidden_states.dtype is dtype
+            and hidden_states.is_cpu
+            and hidden_states.is_contiguous()
+            and not rest
+            and named.get("attention_mask") is None
+            and not any(hooks)
+            and only_known_arguments(named)
+        ):
+            states = delta.states_of(named.get("past_key_values"))
+        if states is None or states[0].dtype is not dtype:
+            return own(hidden_states, *rest, **named)
+        residual, normed = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
+        held, state = states
+        at = hidden_states.data_ptr(), held.data_ptr(), state.data_ptr()
+        run(*at, residual.data_ptr(), normed.data_ptr())
+        out = mlp(normed)
+        return residual + (out[0] if isinstance(out, tuple) else out)
+
     return forward
 
 
@@ -77,7 +120,7 @@ def _step(delta: GatedDelta) -> _Step | None:
             mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
             return out
 
-        whole.__dict__["weights"] = weights  # keeps the memory alive that ``run`` reads
+        whole.__dict__.update(weights=weights, mixer=mixer)  # keeps the memory alive that ``run`` reads
         return whole
 
     def between(hidden: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -78,21 +78,19 @@ class StandInExperts:
 
     @contextmanager
     def in_place_of(self, module: nn.Module) -> Iterator[None]:
-        """Compute ``module`` in the block: experts, or any whose ``forward`` is its class's."""
+        """Compute ``module`` in the block: experts, whoever runs them, or any other."""
         held = vars(module)
-        if not is_experts_module(module):
-            held["forward"] = self.forward
-            try:
-                yield
-            finally:
-                del held["forward"]
-            return
-        runner = held.get(EXPERTS_RUNNER)
-        held[EXPERTS_RUNNER] = self
+        name, value = (EXPERTS_RUNNER, self) if is_experts_module(module) else ("forward", self.forward)
+        missing = object()
+        before = held.get(name, missing)
+        held[name] = value
         try:
             yield
         finally:
-            held[EXPERTS_RUNNER] = runner
+            if before is missing:
+                del held[name]
+            else:
+                held[name] = before
 
 
 def chooses(router: nn.Module | None, rule: Rule, x: torch.Tensor, choice: Sequence[torch.Tensor]) -> bool:

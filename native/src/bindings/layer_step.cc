@@ -199,6 +199,22 @@ Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int
   return mixer;
 }
 
+struct MixedStep {
+  DeltaStep task;
+  std::vector<Product> kept;
+
+  void run(Address hidden, Address before, Address state, Address residual, Address normed) const {
+    const ReleaseGil released;
+    delta_step(task, at(hidden), at(before), at<float>(state), at(residual), at(normed));
+  }
+};
+
+MixedStep make_mixed_step(const Norm& before, const Mixer& mixer, const Norm& after) {
+  MixedStep step{{before.task, mixer.task, after.task}, mixer.kept};
+  check_delta_step(step.task);
+  return step;
+}
+
 struct Mlp {
   GatedMlp task;
   std::vector<Product> kept;
@@ -228,6 +244,10 @@ void bind_layer_step(py::module_& m) {
   py::class_<Mixer>(m, "DeltaMixer")
       .def(py::init(&make_mixer), py::arg("delta"), py::arg("inputs"), py::arg("sources"), py::arg("output"))
       .def("__call__", &Mixer::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
+  py::class_<MixedStep>(m, "DeltaStep")
+      .def(py::init(&make_mixed_step), py::arg("before"), py::arg("mixer"), py::arg("after"))
+      .def("__call__", &MixedStep::run, py::arg("hidden"), py::arg("before"), py::arg("state"),
+           py::arg("residual"), py::arg("normed"));
   py::class_<Mlp>(m, "GatedMlp")
       .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
       .def("__call__", &Mlp::run, py::arg("x"), py::arg("out"));

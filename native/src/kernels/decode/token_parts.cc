@@ -1,6 +1,7 @@
 #include "kernels/decode/token_parts.h"
 
 #include <cstddef>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -42,12 +43,18 @@ void check_delta_mixer(const DeltaMixer& mixer) {
   require(mixer.output.cols == task.k_heads * values, "the last projection");
 }
 
-void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, float* state, void* out) {
+namespace {
+
+// The result of a mixer as float32 sums, which stay until the next step of this thread.
+const float* mixed_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hidden, void* before,
+                        float* state) {
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = mixer.task.type;
   const std::int64_t size = element_bytes(type), width = mixer.output.rows, mixes = mixer.output.cols;
   const std::int64_t widest = width > mixes ? width : mixes;
-  std::int64_t most = width, bytes = Arena::bytes_of(widest * 4) + Arena::bytes_of(mixes * size);
+  std::int64_t most = width;
+  std::int64_t bytes =
+      Arena::bytes_of(widest * 4) + Arena::bytes_of(mixes * size) + Arena::bytes_of(width * size);
   for (const StepProduct& input : mixer.inputs) {
     most = input.rows > most ? input.rows : most;
     bytes += Arena::bytes_of(input.rows * size);
@@ -56,6 +63,14 @@ void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, floa
   auto* wide = arena.take<float>(widest * 4);
   auto* sums = arena.take<float>(most * 4);
   void* mixed = arena.take(mixes * size);
+  void* normed = arena.take(width * size);
+  if (norm != nullptr) {
+    NormTask task = *norm;
+    task.x = hidden;
+    task.out = normed;
+    rms_norm(task, 1);
+    hidden = normed;
+  }
   kernel.widen(type, hidden, width, wide);
   DeltaTask task = mixer.task;
   const void** const wanted[] = {&task.mixed, &task.gate_row, &task.beta_row, &task.decay_row};
@@ -75,7 +90,35 @@ void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, floa
   delta(task);
   kernel.widen(type, mixed, mixes, wide);
   multiply(mixer.output, wide, 1, sums);
-  kernel.narrow(type, sums, width, out);
+  return sums;
+}
+
+}  // namespace
+
+void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, float* state, void* out) {
+  const float* sums = mixed_sums(mixer, nullptr, hidden, before, state);
+  kernels().decode->narrow(mixer.task.type, sums, mixer.output.rows, out);
+}
+
+void check_delta_step(const DeltaStep& step) {
+  check_delta_mixer(step.mixer);
+  for (const NormTask& norm : {step.before, step.after}) {
+    require(norm.type == step.mixer.task.type, "types of the norms");
+    require(norm.cols == step.mixer.output.rows, "norms and hidden size");
+  }
+}
+
+void delta_step(const DeltaStep& step, const void* hidden, void* before, float* state, void* residual,
+                void* normed) {
+  const ElementType type = step.mixer.task.type;
+  const std::int64_t width = step.mixer.output.rows;
+  const float* sums = mixed_sums(step.mixer, &step.before, hidden, before, state);
+  std::memcpy(residual, hidden, static_cast<std::size_t>(width * element_bytes(type)));
+  kernels().decode->add(type, sums, width, residual);
+  NormTask after = step.after;
+  after.x = residual;
+  after.out = normed;
+  rms_norm(after, 1);
 }
 
 void check_gated_mlp(const GatedMlp& mlp) {

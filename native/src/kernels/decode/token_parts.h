@@ -1,6 +1,6 @@
 // Parts of a decoder layer for one token, each with its dense products: linear attention by the gated delta
-// rule, and gated feed-forward parts. They round between products as separate calls would, so their results
-// are bitwise equal to theirs.
+// rule, alone or with the norms around it, and gated feed-forward parts. They round between products as
+// separate calls would, so their results are bitwise equal to theirs.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,19 @@ struct DeltaMixer {
 void check_delta_mixer(const DeltaMixer& mixer);
 // hidden and out: [output.rows] of the task's type.
 void delta_mixer(const DeltaMixer& mixer, const void* hidden, void* before, float* state, void* out);
+
+// The part of a decoder layer before its feed-forward part: norm, linear attention, residual, norm.
+struct DeltaStep {
+  NormTask before;  // its x and out are unused
+  DeltaMixer mixer;
+  NormTask after;
+};
+
+// Throws std::invalid_argument if the norms do not have the sizes of the mixer.
+void check_delta_step(const DeltaStep& step);
+// All [output.rows]. residual: hidden plus linear attention; must not overlap hidden. normed: its norm.
+void delta_step(const DeltaStep& step, const void* hidden, void* before, float* state, void* residual,
+                void* normed);
 
 // out = down(silu(gate(x)) * up(x)).
 struct GatedMlp {
