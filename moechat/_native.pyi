@@ -2582,7 +2582,7 @@ class DeltaStep:
         """
 
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))`` for one token, rounded to its type after each step.
+    """``down(silu(gate(x)) * up(x))`` for a few tokens, rounded to its type after each step.
 
     Args:
         type: As for :class:`RmsNorm`.
@@ -2595,8 +2595,17 @@ class GatedMlp:
     """
 
     def __init__(self, type: str, gate: DenseProduct, up: DenseProduct, down: DenseProduct) -> None: ...
-    def __call__(self, x: int, out: int) -> None:
-        """Compute a token from the address of its inputs to that of its outputs."""
+    def __call__(self, x: int, tokens: int, out: int) -> None:
+        """Compute tokens, each as it would be alone.
+
+        Args:
+            x: Address of their inputs.
+            tokens: 1 to :data:`MOST_STEP_TOKENS`.
+            out: Of their outputs.
+
+        Raises:
+            ValueError: Another number of tokens.
+        """
 
 class LayerStep:
     """Computes a decoder layer, up to its experts, for one token or for one of each of several attention

@@ -109,8 +109,8 @@ def memory_needs(
             total += _GRAPH_BYTES + workspace_bytes(outline.sizes, outline.itemsize, 1, 1, on_gpu=True)
             total += split_sums(outline.sizes, ATTENTION_PROGRAMS, ATTENTION_SUMS)
             if outline.cache.has_states:
-                # A token that is compared has two copies of the states, one of them that of a wave. What
-                # torch makes of the states of one layer at a time is less than another.
+                # A replay that is compared needs two copies of the states. The cache counts one that waves
+                # need, so this is one more, and as much for what torch makes of the states of a layer.
                 total += 2 * outline.cache.state_bytes
         return total
 
@@ -155,8 +155,9 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory 
     Args:
         outline: The model's sizes.
         geometry: Shape and encoding of its experts.
-        memory: The memory that computes; ``None``: no time on a GPU is asked for.
+        memory: The memory that computes; ``None``: decoded tokens are replayed if that is a GPU's.
     """
+    graphs = not isinstance(memory, GpuMemory) or uses_graphs(outline, memory)
     return ModelShape(
         layers=len(outline.expert_layers),
         experts=geometry.num_experts,
@@ -171,8 +172,8 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory 
         kv_bytes=outline.cache.read_bytes(SPEED_CONTEXT) // SPEED_CONTEXT,
         hidden_size=geometry.hidden_size,
         grids=geometry.grid_share,
-        kernels=outline.kernels,
-        graphs=not isinstance(memory, GpuMemory) or uses_graphs(outline, memory),
+        kernels=outline.kernels if graphs else outline.torch_kernels,
+        graphs=graphs,
     )
 
 

@@ -58,7 +58,7 @@ class FusedSteps:
     mlps: dict[nn.Module, GatedMlp] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.norms or self.routers or self.rotary)
+        return any(vars(self).values())
 
     @contextmanager
     def over(self) -> Iterator[None]:

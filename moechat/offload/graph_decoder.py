@@ -332,6 +332,7 @@ class GraphDecoder:
         with _captured(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
         comparison.off.append(_distance(logits, output.logits[:, -1:]))
+        comparison.off += [_distance(ours, state) for ours, state in zip(made, token.tensors, strict=True)]
         distances = torch.stack(comparison.off).tolist()
         # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
@@ -543,9 +544,7 @@ class GraphDecoder:
                 if token.states:
                     raise RuntimeError("an expert was not found on the GPU, which has all of them")
             elif complete is not None:
-                with token.states_kept():
-                    if ahead.replay_complete(*complete.graphs, counted=False):
-                        checked = complete.result()
+                checked = self._tried(complete, ahead, token)
         # All marks of a token that is timed stand where the host launches its layers.
         if (
             self._wanted_ahead
@@ -558,11 +557,34 @@ class GraphDecoder:
         else:
             logits = self._replay_behind(recording, experts)
         if checked is not None and recording.complete is not None:
-            if _or_far(float(_distance(checked, logits))) <= self._allowed(len(recording.ordinals)):
+            pairs = zip(checked, (logits, *token.tensors), strict=True)
+            off = max(_or_far(float(_distance(found, wanted))) for found, wanted in pairs)
+            if off <= self._allowed(len(recording.ordinals)):
                 recording.complete.unchecked -= 1
             else:
-                self._stay_behind("the logits of a whole token differed")
+                self._stay_behind("the logits or states of a whole token differed")
         return logits
+
+    def _tried(
+        self, complete: _CompleteRecording, ahead: RunAhead, token: NextToken
+    ) -> list[torch.Tensor] | None:
+        """Logits and states of a whole token, after which the states are as before.
+
+        ``None``: it has not found all experts, or there is no memory for copies.
+        """
+        before = token.copies_or_none()
+        if before is None:
+            self._stay_behind(_NO_MEMORY)
+            return None
+        made = None
+        try:
+            if ahead.replay_complete(*complete.graphs, counted=False):
+                made = token.copies_or_none()
+                if made is None:
+                    self._stay_behind(_NO_MEMORY)
+        finally:
+            token.restore(before)
+        return None if made is None else [complete.result(), *made]
 
     def _record_complete(self, recording: _Recording, token: NextToken) -> _CompleteRecording | None:
         graphs = self._graphs
@@ -585,7 +607,8 @@ class GraphDecoder:
 
         Where they may not be, pages are worth more: without one of them, nothing could run ahead.
         """
-        if isinstance(error, torch.OutOfMemoryError) and self._wanted_ahead:
+        states = self._recording is not None and not self._recording.repeatable
+        if isinstance(error, torch.OutOfMemoryError) and self._wanted_ahead and not states:
             raise error
         self._stay_behind(_in_short(error))
 
@@ -652,7 +675,9 @@ def _or_far(distance: float) -> float:
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Norm of the difference divided by the norm of the expected values; a scalar tensor."""
     expected = expected.float()
-    distance: torch.Tensor = (found.float() - expected).norm() / expected.norm()
+    # Of zeros, as states may be: any other value is far.
+    size = expected.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    distance: torch.Tensor = (found.float() - expected).norm() / size
     return distance
 
 

@@ -39,7 +39,10 @@ class FamilyKernels:
 PLAIN = FamilyKernels(attention=6, experts=3)
 _SHARED = FamilyKernels(attention=6, experts=5)
 _LATENT = FamilyKernels(attention=16, experts=6, dense=4)
-OTHER = FamilyKernels(attention=14, experts=9, dense=4)
+# Also of layers that torch computes alone: kinds of layers with states that families have.
+OTHER = FamilyKernels(
+    attention=14, experts=9, dense=4, others={"linear_attention": 58, "mamba": 32, "conv": 9}
+)
 FAMILIES: Mapping[str, FamilyKernels] = {
     "qwen3_moe": PLAIN,
     "mixtral": PLAIN,
@@ -75,17 +78,17 @@ def family_kernels(model_type: str) -> FamilyKernels:
 
 
 def layer_kernels(
-    model_type: str, layers: int, expert_layers: Sequence[int], kinds: Sequence[str] = ()
+    family: FamilyKernels, layers: int, expert_layers: Sequence[int], kinds: Sequence[str] = ()
 ) -> float:
     """Mean number for a layer with routed experts, layers without them included.
 
     Args:
-        model_type: transformers' name of the family.
+        family: Of its layers.
         layers: Number of decoder layers.
         expert_layers: Those with routed experts.
         kinds: Of the layers, by transformers' names; empty: all are alike.
     """
-    family, routed = family_kernels(model_type), set(expert_layers)
+    routed = set(expert_layers)
     total = sum(
         family.mixing(kinds[layer] if layer < len(kinds) else _ATTENTION)
         + (family.experts if layer in routed else family.dense)

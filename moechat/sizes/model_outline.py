@@ -18,7 +18,7 @@ from moechat.sizes.footprint import (
     wave_bytes,
     workspace_bytes,
 )
-from moechat.sizes.layer_kernels import layer_kernels
+from moechat.sizes.layer_kernels import OTHER, family_kernels, layer_kernels
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,12 @@ class ModelOutline:
     @property
     def kernels(self) -> float:
         """Kernels of the dense part of a decoded token on a GPU, for each layer with routed experts."""
-        return layer_kernels(self.model_type, self.layers, self.expert_layers, self.kinds)
+        return layer_kernels(family_kernels(self.model_type), self.layers, self.expert_layers, self.kinds)
+
+    @property
+    def torch_kernels(self) -> float:
+        """The same where torch launches them, without kernels of ours."""
+        return layer_kernels(OTHER, self.layers, self.expert_layers, self.kinds)
 
     @property
     def can_replay(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,43 @@ def test_blocks_with_a_shared_expert_are_recognised(
             assert first not in recognise_shared_blocks(model, mlps, rules)
         finally:
             first.__class__ = kind
+
+
+def test_parts_of_layers_that_clip_are_told_from_others_of_the_same_sizes(
+    tmp_path: Path, moechat_home: Path
+) -> None:
+    """Step-3.7 clips the shared experts of some layers."""
+    config = tiny_family("step3p7")
+    text = config.get_text_config()
+    text.mlp_layer_types, text.eos_token_id = ["dense", "dense", "sparse", "sparse"], None
+    text.swiglu_limits_shared = [0.0, 0.0, 0.0, 0.05]
+    write_tiny_checkpoint(tmp_path / "step", config)
+    with moechat.load(tmp_path / "step", bits=16, dtype="float32", dense_bits=16) as engine:
+        model, native = engine.loaded.model, engine.loaded.native_modules
+        limits = [getattr(model.get_submodule(name), "limit", None) for name in native.mlps]
+        assert limits
+        assert all(limit in (None, math.inf) for limit in limits)
+
+        def logits() -> torch.Tensor:
+            cache = engine.loaded.new_cache(64)
+            found = [
+                engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, -1]
+                for tokens in ([5, 17, 3, 80, 44], [9], [21], [70])
+            ]
+            return torch.stack(found)
+
+        found = logits()
+        native.undo()
+        wanted = logits()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_blocks_are_recognised_in_every_type(dtype: str, tmp_path: Path, moechat_home: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "qwen", tiny_family("qwen2_moe"))
+    for dense_bits in (16, 8):
+        with moechat.load(tmp_path / "qwen", ctx=64, dtype=dtype, dense_bits=dense_bits) as engine:
+            engine.loaded.native_modules.undo()
+            model = engine.loaded.model
+            rules = {each: rule for each in model.modules() if (rule := recognise_router(each)) is not None}
+            assert len(recognise_shared_blocks(model, recognise_mlps(model), rules)) == 4

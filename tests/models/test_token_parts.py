@@ -82,8 +82,10 @@ def test_a_feed_forward_part_rounds_as_its_modules_do(tmp_path: Path, moechat_ho
             for seed in range(4):
                 x = torch.randn((1, 1, 64), generator=torch.Generator().manual_seed(seed)).bfloat16()
                 assert close(forward(x), fed(mlp, x))
-            two = torch.randn(2, 64).bfloat16()
-            assert torch.equal(forward(two), mlp.module(two)), "several tokens are left to the modules"
+            few = torch.randn(5, 64).bfloat16()
+            assert torch.equal(forward(few), torch.cat([forward(row[None]) for row in few]))
+            many = torch.randn(_native.MOST_STEP_TOKENS + 1, 64).bfloat16()
+            assert torch.equal(forward(many), mlp.module(many)), "many tokens are left to the modules"
 
 
 def test_projections_with_other_weights_are_called_between_native_steps() -> None:

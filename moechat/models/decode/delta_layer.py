@@ -16,7 +16,7 @@ from torch import nn
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.plain_layer import weight_of
-from moechat.models.decode.probe import close, probing
+from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandInExperts, chooses
 from moechat.models.decode.wiring import LINEAR_ATTENTION, Wiring, recognise_wiring
@@ -83,10 +83,7 @@ def agrees(layer: Any, found: DeltaLayer, rule: Rule | None) -> bool:
     wiring = found.wiring
     before, after = weight_of(wiring.before), weight_of(wiring.after)
     with probing() as generator:
-
-        def normal(*sizes: int) -> torch.Tensor:
-            return torch.randn(sizes, generator=generator).to(before.dtype)
-
+        normal = normal_numbers(generator, before.dtype)
         mixer, part = _StandInMixer(normal(1, 1, len(before))), StandInExperts(normal(1, 1, len(before)))
         fed = wiring.mlp if wiring.experts is None else wiring.experts
         with mixer.in_place_of(wiring.attention), part.in_place_of(fed):

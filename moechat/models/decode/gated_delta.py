@@ -20,14 +20,13 @@ from torch import nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.state_layer import StateLayer
 
 # Added to the sum of squares of a query or a key.
 UNIT_EPS = 1e-6
-# Sizes of hidden states that are tried: with large ones, values that the family clips would differ.
-_SIZES = (1.0, 1.0, 20.0)
 _INPUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
@@ -65,7 +64,7 @@ class GatedDelta:
         beta: A number for each head of values, before its activation.
         decay: Likewise.
         k_heads: Heads of queries and of keys.
-        v_heads: Heads of values: so many times as many, neighbours with the same keys.
+        v_heads: Heads of values: :attr:`group` for each head of keys, one behind the other.
         k_dim: Elements of a query or a key.
         v_dim: Elements of a value.
         taps: Tokens of the convolution, the new one included.
@@ -111,12 +110,7 @@ class GatedDelta:
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the mixer is computed in another way."""
-        return tuple(
-            hooks
-            for module in self.mixer.modules()
-            if module is not self.mixer
-            for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        )
+        return hooks_of(module for module in self.mixer.modules() if module is not self.mixer)
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """Taps ``[channels, taps]``, rates and biases of the decays ``[v_heads]``, norm ``[v_dim]``."""
@@ -160,13 +154,13 @@ def recognise_gated_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:
     Args:
         model: Its weights are on the CPU, but for its projections.
     """
-    tried: dict[GatedDelta, bool] = {}
+    tried: dict[Any, bool] = {}
     found = {}
     for module in model.modules():
         delta = _described(module)
         if delta is None:
             continue
-        kind = delta.kind()
+        kind = delta.kind(), layer_kind(module)
         if kind not in tried:
             tried[kind] = agrees(delta)
         if tried[kind]:
@@ -295,11 +289,7 @@ def agrees(delta: GatedDelta) -> bool:
     mixer, dtype = delta.mixer, delta.mixer.conv1d.weight.dtype
     hidden = delta.projections[0].in_features
     with probing() as generator:
-
-        def normal(*sizes: int) -> torch.Tensor:
-            return torch.randn(sizes, generator=generator).to(dtype)
-
-        layer = StateLayer()
+        normal, layer = normal_numbers(generator, dtype), StateLayer()
         cache: Any = DynamicCache()
         cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
         state = torch.randn((1, delta.v_heads, delta.k_dim, delta.v_dim), generator=generator)
@@ -308,7 +298,7 @@ def agrees(delta: GatedDelta) -> bool:
         ours = [each.clone() for each in layer.tensors()]
         try:
             with random_projections(mixer, (*delta.inputs, _OUTPUT), normal):
-                for size in _SIZES:
+                for size in SIZES:
                     x = normal(1, 1, hidden) * size
                     theirs = mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
                     rows = [module(x).view(1, -1) for module in delta.projections]

@@ -25,6 +25,7 @@ def native_delta(delta: GatedDelta) -> Forward | None:
     if step is None:
         return None
     own, hooks, dtype = delta.mixer.forward, delta.hooks(), delta.parameters()[0].dtype
+    shape = (1, 1, delta.projections[0].in_features)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -33,7 +34,7 @@ def native_delta(delta: GatedDelta) -> Forward | None:
         **named: Any,
     ) -> Any:
         states = None
-        if hidden_states.shape[:-1] == (1, 1) and hidden_states.dtype is dtype and hidden_states.is_cpu:
+        if hidden_states.shape == shape and hidden_states.dtype is dtype and hidden_states.is_cpu:
             states = delta.states_of(cache_params)
         if (
             states is None
@@ -64,11 +65,12 @@ def native_delta_layer(layer: Any, found: DeltaLayer, norms: Sequence[_native.Rm
     before, after = norms
     run = _native.DeltaStep(before, mixer, after)
     own, hooks, mlp, dtype = layer.forward, wiring.hooks(), wiring.mlp, delta.parameters()[0].dtype
+    shape = (1, 1, delta.projections[0].in_features)
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
         states = None
         if (
-            hidden_states.shape[:-1] == (1, 1)
+            hidden_states.shape == shape
             and hidden_states.dtype is dtype
             and hidden_states.is_cpu
             and hidden_states.is_contiguous()

@@ -1,4 +1,8 @@
-"""A native ``forward`` for gated feed-forward parts, for one token on the CPU."""
+"""A native ``forward`` for gated feed-forward parts, for a few tokens on the CPU.
+
+The tokens of several conversations that are computed together have the bits of each alone: all of them take
+this path.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,23 @@ def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
     if products is None or dtype not in ELEMENTS:
         return None
     run = _native.GatedMlp(ELEMENTS[dtype], *products)
-    own, hooks, width = mlp.module.forward, mlp.hooks(), mlp.output.out_features
+    own, hooks = mlp.module.forward, mlp.hooks()
+    columns, width, most = mlp.inputs[0].in_features, mlp.output.out_features, _native.MOST_STEP_TOKENS
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() != x.shape[-1] or x.dtype is not dtype or not x.is_cpu or any(hooks):
+        tokens = x.numel() // columns
+        if (
+            x.shape[-1] != columns
+            or not 0 < tokens <= most
+            or x.dtype is not dtype
+            or not x.is_cpu
+            or any(hooks)
+        ):
             answer: torch.Tensor = own(x)
             return answer
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], width), dtype=dtype)
-        run(x.data_ptr(), out.data_ptr())
+        run(x.data_ptr(), tokens, out.data_ptr())
         return out
 
     return forward

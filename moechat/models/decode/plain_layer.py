@@ -9,7 +9,7 @@ these keep their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.probe import ELEMENTS, close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
@@ -142,10 +142,10 @@ def agrees(layer: Any, plain: PlainLayer, rule: Rule | None, angles: int) -> boo
     if dtype not in ELEMENTS or not rotated_width(plain.kinds, plain.dim, angles):
         return False
 
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
-
-    with probing() as generator, _stand_ins(plain, normal) as stand_in:
+    with ExitStack() as stack:
+        generator = stack.enter_context(probing())
+        normal = normal_numbers(generator, dtype)
+        stand_in = stack.enter_context(_stand_ins(plain, normal))
         cache: Any = DynamicCache()
         cache.layers = [ReservedLayer(_PROBE_KEYS + _PROBES) for _ in range(plain.index + 1)]
         kept: tuple[torch.Tensor, torch.Tensor] = (

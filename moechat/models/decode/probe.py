@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,24 @@ def takes_hidden_states_only(module: nn.Module) -> bool:
         return len(inspect.signature(module.forward).parameters) == 1
     except (TypeError, ValueError):
         return False
+
+
+# Sizes of hidden states that are tried: with large ones, values that a family clips would differ.
+SIZES = (1.0, 1.0, 20.0)
+
+
+def normal_numbers(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """A function that makes random tensors of given sizes."""
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    return normal
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Hook dictionaries of modules that are bypassed if something is computed in another way."""
+    return tuple(hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks))
 
 
 @contextmanager

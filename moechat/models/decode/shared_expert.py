@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
 from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "act")
-# Sizes of hidden states that are tried: with large ones, values that the family clips would differ.
-_SIZES = (1.0, 1.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,7 @@ class GatedMlp:
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the part is computed in another way."""
-        return tuple(
-            hooks
-            for module in self.module.children()
-            for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        )
+        return hooks_of(module for module in self.module.modules() if module is not self.module)
 
 
 @dataclass(frozen=True)
@@ -72,9 +67,7 @@ class SharedBlock:
         """Hook dictionaries of all modules that are bypassed if the block is computed in another way."""
         bypassed = [self.router, self.experts, *self.shared.module.modules()]
         bypassed += [] if self.gate is None else [self.gate]
-        return tuple(
-            hooks for module in bypassed for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        )
+        return hooks_of(bypassed)
 
 
 def recognise_mlps(model: nn.Module) -> dict[nn.Module, GatedMlp]:
@@ -89,8 +82,7 @@ def recognise_mlps(model: nn.Module) -> dict[nn.Module, GatedMlp]:
         if not _may_be_mlp(module):
             continue
         mlp = GatedMlp(module)
-        sizes = [(each.in_features, each.out_features) for each in (*mlp.inputs, mlp.output)]
-        kind = (type(module), _type_of(module), *sizes)
+        kind = layer_kind(module), _type_of(module)
         if kind not in tried:
             tried[kind] = _mlp_agrees(mlp)
         if tried[kind]:
@@ -109,17 +101,20 @@ def _may_be_mlp(module: Any) -> bool:
 
 
 def _type_of(module: nn.Module) -> torch.dtype:
-    """Of the hidden states."""
-    weights = (each.dtype for each in module.parameters() if each.dtype in ELEMENTS)
-    return next(weights, torch.bfloat16)
+    """Of the hidden states: projections that keep their weights in another form have it too."""
+    for each in (*module.parameters(), *module.modules()):
+        dtype = getattr(each, "dtype", None)
+        if isinstance(dtype, torch.dtype) and dtype in ELEMENTS:
+            return dtype
+    return torch.bfloat16
 
 
 def _mlp_agrees(mlp: GatedMlp) -> bool:
     dtype = _type_of(mlp.module)
     with probing() as generator:
-        normal = _normal(generator, dtype)
+        normal = normal_numbers(generator, dtype)
         with random_projections(mlp.module, (_GATE, _UP, _DOWN), normal):
-            for size in _SIZES:
+            for size in SIZES:
                 x = normal(1, mlp.inputs[0].in_features) * size
                 try:
                     theirs = mlp.module.forward(x.clone())
@@ -128,13 +123,6 @@ def _mlp_agrees(mlp: GatedMlp) -> bool:
                 if not isinstance(theirs, torch.Tensor) or not close(theirs, fed(mlp, x)):
                     return False
     return True
-
-
-def _normal(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
-
-    return normal
 
 
 def fed(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +148,7 @@ def recognise_shared_blocks(
         block = _described(module, mlps, rules)
         if block is None:
             continue
-        kind = (type(module), type(block.router), block.gate is None)
+        kind = layer_kind(module)
         if kind not in tried:
             tried[kind] = _block_agrees(block, rules[block.router])
         if tried[kind]:
@@ -197,14 +185,14 @@ def _block_agrees(block: SharedBlock, rule: Rule) -> bool:
         [name for name, child in block.block.named_children() if child is block.gate],
     )
     with probing() as generator:
-        normal = _normal(generator, _type_of(block.shared.module))
+        normal = normal_numbers(generator, _type_of(block.shared.module))
         experts = StandInExperts(normal(1, width))
         with (
             random_projections(block.shared.module, (_GATE, _UP, _DOWN), normal),
             random_projections(block.block, gates, normal),
             experts.in_place_of(block.experts),
         ):
-            for size in _SIZES:
+            for size in SIZES:
                 x = normal(1, 1, width) * size
                 row = x.view(1, width)
                 try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from moechat.models.decode.probe import hooks_of
 from moechat.models.experts_interface import is_experts_module
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -21,7 +22,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 # What mixes the tokens of a layer, by attention or by linear attention.
 ATTENTION, LINEAR_ATTENTION = "self_attn", "linear_attn"
 _BESIDE = frozenset({"input_layernorm", "post_attention_layernorm", "mlp"})
-# Names in the code of layers that are of one kind or the other, and of such whose ``mlp`` may return more.
+# Names in the code of layers that have one of both mixers, or whose ``mlp`` may return a tuple.
 _CHOOSES = frozenset({ATTENTION, LINEAR_ATTENTION, "layer_type", "block_type", "isinstance", "tuple"})
 _ATTENTION_NAMES = frozenset(
     {
@@ -93,12 +94,10 @@ class Wiring:
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the layer is computed in another way."""
-        modules = [self.before, self.after, self.attention, *self.attention.modules()]
+        modules = [self.before, self.after, *self.attention.modules()]
         if self.router is not None and self.experts is not None:
             modules += [self.mlp, self.router, self.experts]
-        return tuple(
-            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        )
+        return hooks_of(modules)
 
     def plain_attention(self) -> bool:
         """Whether the attention has no parts but projections, norms of heads and sinks."""

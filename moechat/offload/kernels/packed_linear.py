@@ -94,6 +94,11 @@ class DevicePackedLinear(nn.Module):
         self._constants_of_few = _constants(form, has_bias=bias is not None)
         self._constants_of_unpack = _constants(form)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of hidden states in the model."""
+        return self._dtype
+
     def extra_repr(self) -> str:
         kind = self.layout.encoding or f"{self.layout.bits} bits"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"

@@ -219,9 +219,9 @@ struct Mlp {
   GatedMlp task;
   std::vector<Product> kept;
 
-  void run(Address x, Address out) const {
+  void run(Address x, std::int64_t tokens, Address out) const {
     const ReleaseGil released;
-    gated_mlp(task, at(x), at(out));
+    gated_mlp(task, at(x), tokens, at(out));
   }
 };
 
@@ -250,7 +250,7 @@ void bind_layer_step(py::module_& m) {
            py::arg("residual"), py::arg("normed"));
   py::class_<Mlp>(m, "GatedMlp")
       .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
-      .def("__call__", &Mlp::run, py::arg("x"), py::arg("out"));
+      .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
 
   py::class_<Step>(m, "LayerStep")
       .def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),

@@ -66,5 +66,5 @@ def test_plans_count_the_kernels_of_recorded_passes(
 
 def test_a_layer_of_plain_attention_has_the_kernels_that_timed_gpus_run() -> None:
     assert PLAIN.attention + PLAIN.experts == gpu_pattern.DENSE_KERNELS
-    assert layer_kernels("mixtral", 32, range(32)) == gpu_pattern.DENSE_KERNELS
+    assert layer_kernels(family_kernels("mixtral"), 32, range(32)) == gpu_pattern.DENSE_KERNELS
     assert family_kernels("no such family") is OTHER

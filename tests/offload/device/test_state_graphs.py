@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("triton")
 
 from families import tiny_family
-from test_graphs import PROMPT, TOKENS, answer, each, error_of, feed, load, replayed
+from test_graphs import PROMPT, TOKENS, each, error_of, feed, load, replayed
 from tiny import write_tiny_checkpoint
 from transformers.cache_utils import LinearAttentionLayer
 
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.models import packed_rows
 from moechat.models.state_layer import StateLayer
+from moechat.offload.kernels import gated_delta
 from moechat.offload.kernels.device_rows import DeviceRows
 from moechat.offload.next_token import NextToken
 
@@ -70,16 +71,23 @@ def test_replays_overwrite_states_as_passes_do(
         found, cache = feed(engine, passes)
         graphs = engine.describe().expert_layers + 1
         assert engine.notices() == []
+        states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+        kept = [[tensor.clone() for tensor in layer.tensors()] for layer in states]
+        made, count = [len(each.made) for each in gpu.graphs_made], replayed(gpu)
+        # The next answer begins with states of zeros, in the same memory, over the same graphs.
+        del cache, states
+        again, _ = feed(engine, passes)
+        assert error_of(again, expected) < TOLERANCE
+        assert [len(each.made) for each in gpu.graphs_made] == made
     assert error_of(found, expected) < TOLERANCE
     if not whole:
-        assert replayed(gpu) == len(TOKENS) * graphs
+        assert count == len(TOKENS) * graphs
     # Two are compared with passes, and two with tokens whose layers the host launches.
     assert sum(graphs.all_replayed for graphs in gpu.graphs_made) > 0
-    states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
-    theirs = [layer for layer in wanted.layers if isinstance(layer, StateLayer)]
-    assert states
-    for ours, other in zip(states, theirs, strict=True):
-        for tensor, reference in zip(ours.tensors(), other.tensors(), strict=True):
+    theirs = [layer.tensors() for layer in wanted.layers if isinstance(layer, StateLayer)]
+    assert kept
+    for ours, other in zip(kept, theirs, strict=True):
+        for tensor, reference in zip(ours, other, strict=True):
             assert error_of(tensor, reference) < TOLERANCE
 
 
@@ -104,58 +112,9 @@ def test_states_are_replayed_where_blocks_are_missing(
             assert replayed(gpu) - before == len(TOKENS) * (engine.describe().expert_layers + 1)
 
 
-def test_one_recording_serves_later_answers(model: Path, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [PROMPT, TOKENS, [*PROMPT, *TOKENS], TOKENS]
-
-    def run(engine):
-        return [answer(engine, prompt, 6) for prompt in prompts]
-
-    expected = without_graphs(model, gpu, monkeypatch, run)
-    with load(model, gpu) as engine:
-        found = run(engine)
-        assert engine.notices() == []
-        made = [len(graphs.made) for graphs in gpu.graphs_made]
-        assert run(engine) == found == expected
-    assert [len(graphs.made) for graphs in gpu.graphs_made] == made
-
-
-def test_a_wrong_replay_leaves_the_states_as_they_were(
-    model: Path, gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = [PROMPT, *each(TOKENS[:3])]
-    expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
-    with load(model, gpu) as engine:
-
-        def wrong(_, __, out):
-            recording = bool(gpu.graphs_made) and gpu.graphs_made[-1].recording is not None
-            return out + (0.5 if recording else 0.0)
-
-        engine.loaded.model.get_input_embeddings().register_forward_hook(wrong)
-        found, _ = feed(engine, passes)
-        (note,) = engine.notices()
-        assert "a replay differed from the model's own pass by" in note
-    assert error_of(found, expected) < TOLERANCE
-
-
-def test_a_failed_recording_leaves_the_states_as_they_were(
-    model: Path, gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = [PROMPT, *each(TOKENS[:3])]
-    expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
-    with load(model, gpu) as engine:
-        # Waits for the GPU, as a family may.
-        engine.loaded.model.model.layers[-1].register_forward_hook(
-            lambda _, __, out: out if out.sum() > 0 else +out
-        )
-        found, _ = feed(engine, passes)
-        (note,) = engine.notices()
-        assert "not permitted when stream is capturing" in note
-    assert error_of(found, expected) < TOLERANCE
-
-
 def test_states_that_move_are_not_replayed(checkpoints, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [PROMPT, *each(TOKENS[:4])]
-    own, model = LinearAttentionLayer.update_recurrent_state, checkpoints("kimi_linear")
+    own, model = LinearAttentionLayer.update_recurrent_state, checkpoints("bailing_hybrid")
 
     def moving(layer, *arguments, **named):
         made = own(layer, *arguments, **named)
@@ -199,25 +158,90 @@ def test_states_stand_beside_packed_keys_and_weights(
     assert error_of(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("when", [0, 1, 2, 3])
-def test_without_memory_for_copies_of_states_graphs_are_dropped(
+@pytest.mark.parametrize("when", [5, 6, 7])
+def test_without_memory_for_copies_of_states_the_host_launches_every_layer(
     when: int, gpu, checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the recording, of the first comparison before and after its replay, and of the second."""
-    passes, model = [PROMPT, *each(TOKENS[:4])], checkpoints("lfm2_moe")
+    """Of the recording of a whole token, and of the first that is compared, before and after its replay."""
+    passes, model = [PROMPT, *each(TOKENS)], checkpoints("lfm2_moe")
     expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
+    without_memory(monkeypatch, when)
+    with load(model, gpu) as engine:
+        found, _ = feed(engine, passes)
+        (note,) = engine.notices()
+        assert note.startswith("the GPU waits for the host at every expert layer")
+        assert not engine.loaded.decoder.off
+    assert error_of(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("ahead", [None, "0"])
+def test_states_that_a_replay_does_not_write_are_noticed(
+    ahead: str | None, gpu, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token's logits are right then, and the comparison's pass would begin from the same states."""
+    if ahead is not None:
+        monkeypatch.setenv(RUN_AHEAD_VARIABLE, ahead)
+    passes, model = [PROMPT, *each(TOKENS)], checkpoints("qwen3_next")
+    expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
+    own = gated_delta.step
+
+    def stale(delta, rows, before, state):
+        kept = before.clone(), state.clone()
+        made = own(delta, rows, before, state)
+        before.copy_(kept[0])
+        state.copy_(kept[1])
+        return made
+
+    monkeypatch.setattr(gated_delta, "step", stale)
+    with load(model, gpu) as engine:
+        found, _ = feed(engine, passes)
+        (note,) = engine.notices()
+        assert note.startswith("layers are computed step by step, which is slower: a replay differed")
+    assert error_of(found, expected) < TOLERANCE
+
+
+def wrong(_, gpu):
+    """Replays differ from passes."""
+    return lambda _, __, out: out + (0.5 if gpu.graphs_made and gpu.graphs_made[-1].recording else 0.0)
+
+
+def waiting(_, __):
+    """Waits for the GPU, as a family may: that cannot be recorded."""
+    return lambda _, __, out: out if out.sum() > 0 else +out
+
+
+def without_memory(patch, which: int):
+    """The memory does not suffice for one of the copies: of the recording, and of two comparisons, before and
+    after their replays.
+    """
     own, calls = NextToken.copies, []
 
     def copies(token):
         calls.append(token.position)
-        if len(calls) == when + 1:
+        if len(calls) == which + 1:
             raise torch.OutOfMemoryError
         return own(token)
 
-    monkeypatch.setattr(NextToken, "copies", copies)
+    patch.setattr(NextToken, "copies", copies)
+
+
+@pytest.mark.parametrize("way", ["wrong", "waiting", *range(5)])
+def test_a_recording_that_is_not_used_leaves_the_states_as_they_were(
+    way: str | int, model: Path, gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = [PROMPT, *each(TOKENS[:4])]
+    expected = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes)[0])
+    if isinstance(way, int):
+        without_memory(monkeypatch, way)
     with load(model, gpu) as engine:
+        if way == "wrong":
+            engine.loaded.model.get_input_embeddings().register_forward_hook(wrong(engine, gpu))
+        elif way == "waiting":
+            engine.loaded.model.model.layers[-1].register_forward_hook(waiting(engine, gpu))
         found, _ = feed(engine, passes)
         (note,) = engine.notices()
-        assert "does not suffice for copies of this model's states" in note
-        assert len(calls) == when + 1
+        assert {
+            "wrong": "a replay differed from the model's own pass by",
+            "waiting": "not permitted when stream is capturing",
+        }.get(way, "does not suffice for copies of this model's states") in note
     assert error_of(found, expected) < TOLERANCE

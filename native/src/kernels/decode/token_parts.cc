@@ -126,9 +126,15 @@ void check_gated_mlp(const GatedMlp& mlp) {
   require(mlp.down.cols == mlp.up.rows, "up and down");
 }
 
-void gated_mlp(const GatedMlp& mlp, const void* x, void* out) {
+void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out) {
+  if (tokens < 1 || tokens > kMostStepTokens) {
+    throw std::invalid_argument("a feed-forward part takes 1 to " + std::to_string(kMostStepTokens) +
+                                " tokens, not " + std::to_string(tokens));
+  }
   const DecodeKernels& kernel = *kernels().decode;
-  const std::int64_t cols = mlp.gate.cols, inner = mlp.gate.rows, rows = mlp.down.rows;
+  // Elements of all tokens.
+  const std::int64_t cols = tokens * mlp.gate.cols, inner = tokens * mlp.gate.rows,
+                     rows = tokens * mlp.down.rows;
   const std::int64_t size = element_bytes(mlp.type);
   Arena arena(Arena::bytes_of(cols * 4) + 3 * Arena::bytes_of(inner * 4) + Arena::bytes_of(inner * size) +
               Arena::bytes_of(rows * 4));
@@ -143,8 +149,8 @@ void gated_mlp(const GatedMlp& mlp, const void* x, void* out) {
     kernel.widen(mlp.type, narrow, inner, values);
   };
   kernel.widen(mlp.type, x, cols, wide);
-  multiply(mlp.gate, wide, 1, gate);
-  multiply(mlp.up, wide, 1, up);
+  multiply(mlp.gate, wide, tokens, gate);
+  multiply(mlp.up, wide, tokens, up);
   rounded(gate);
   rounded(up);
   for (std::int64_t i = 0; i < inner; ++i) factors[i] = -gate[i];
@@ -153,7 +159,7 @@ void gated_mlp(const GatedMlp& mlp, const void* x, void* out) {
   rounded(gate);
   for (std::int64_t i = 0; i < inner; ++i) gate[i] *= up[i];
   rounded(gate);
-  multiply(mlp.down, gate, 1, sums);
+  multiply(mlp.down, gate, tokens, sums);
   kernel.narrow(mlp.type, sums, rows, out);
 }
 

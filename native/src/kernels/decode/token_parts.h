@@ -1,6 +1,6 @@
 // Parts of a decoder layer for one token, each with its dense products: linear attention by the gated delta
 // rule, alone or with the norms around it, and gated feed-forward parts. They round between products as
-// separate calls would, so their results are bitwise equal to theirs.
+// separate calls would.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ struct GatedMlp {
 };
 
 void check_gated_mlp(const GatedMlp& mlp);
-// x: [gate.cols], out: [down.rows].
-void gated_mlp(const GatedMlp& mlp, const void* x, void* out);
+// x: [tokens, gate.cols], out: [tokens, down.rows]; at most kMostStepTokens tokens, whose results do not
+// depend on the others.
+void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out);
 
 }  // namespace moechat
