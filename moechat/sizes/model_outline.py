@@ -116,7 +116,7 @@ class ModelOutline:
     @property
     def torch_kernels(self) -> float:
         """The same where torch launches them, without kernels of ours."""
-        return layer_kernels(OTHER, self.layers, self.expert_layers, self.kinds)
+        return max(self.kernels, layer_kernels(OTHER, self.layers, self.expert_layers, self.kinds))
 
     @property
     def can_replay(self) -> bool:

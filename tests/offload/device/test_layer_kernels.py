@@ -16,6 +16,8 @@ from tiny import write_tiny_checkpoint
 
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator import gpu_pattern
+from moechat.outline.config_source import known_shape
+from moechat.outline.find_outline import find_outline
 from moechat.sizes.layer_kernels import FAMILIES, OTHER, PLAIN, family_kernels, layer_kernels
 
 # Types of models whose part for text has another name.
@@ -68,3 +70,14 @@ def test_a_layer_of_plain_attention_has_the_kernels_that_timed_gpus_run() -> Non
     assert PLAIN.attention + PLAIN.experts == gpu_pattern.DENSE_KERNELS
     assert layer_kernels(family_kernels("mixtral"), 32, range(32)) == gpu_pattern.DENSE_KERNELS
     assert family_kernels("no such family") is OTHER
+
+
+def test_torch_launches_at_least_as_many_kernels() -> None:
+    for shape in ("qwen3-30b-a3b", "qwen3.6-35b-a3b", "gemma-4-26b-a4b", "nemotron-3.5-lightning"):
+        outline = find_outline(known_shape(shape), "bfloat16", on_gpu=True)
+        assert outline.torch_kernels >= outline.kernels > 0
+    # Three of four layers have linear attention.
+    outline = find_outline(known_shape("qwen3.6-35b-a3b"), "bfloat16", on_gpu=True)
+    linear, attention = (OTHER.mixing(kind) + OTHER.experts for kind in ("linear_attention", ""))
+    assert outline.torch_kernels == (3 * linear + attention) / 4
+    assert outline.kernels == FAMILIES["qwen3_5_moe"].attention + FAMILIES["qwen3_5_moe"].experts
