@@ -38,7 +38,9 @@ class NextToken:
         layers = cache.layers
         states = [layer for layer in layers if isinstance(layer, StateLayer)]
         attending = [layer for layer in layers if not isinstance(layer, (StateLayer, *EMPTY))]
-        if not attending or any(layer.record_past or not layer.is_initialized for layer in states):
+        # A layer of states may hold none: older versions of transformers create one for each layer without
+        # attention. Should a pass create states after all, it is not recorded.
+        if not attending or any(layer.record_past for layer in states):
             return None
         position = attending[0].get_seq_length()
         if any(layer.get_seq_length() != position for layer in attending):

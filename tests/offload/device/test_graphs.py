@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from families import tiny_family
 from interpreted_graph import InterpretedGraph
 from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
 from transformers.cache_utils import Cache
@@ -249,13 +250,13 @@ def test_replays_are_compared_again_as_the_context_grows(
     assert replayed(gpu) == 6 * 3
 
 
-def test_a_family_without_reserved_memory_is_decoded_without_graphs(
+def test_a_family_whose_cache_cannot_be_replayed_is_decoded_without_graphs(
     gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_checkpoint(tmp_path / "lfm2_moe", tiny_config("lfm2_moe", 0))
-    with without(tmp_path / "lfm2_moe", gpu) as engine:
+    write_tiny_checkpoint(tmp_path / "glm_moe_dsa", tiny_family("glm_moe_dsa"))
+    with without(tmp_path / "glm_moe_dsa", gpu) as engine:
         expected = answer(engine, PROMPT)
-    with load(tmp_path / "lfm2_moe", gpu) as engine:
+    with load(tmp_path / "glm_moe_dsa", gpu) as engine:
         assert answer(engine, PROMPT) == expected
         assert engine.notices() == []
     assert replayed(gpu) == 0

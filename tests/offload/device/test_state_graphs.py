@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from families import tiny_family
 from test_graphs import PROMPT, TOKENS, each, error_of, feed, load, replayed
 from tiny import write_tiny_checkpoint
+from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
 from moechat.config import RUN_AHEAD_VARIABLE
@@ -89,6 +90,21 @@ def test_replays_overwrite_states_as_passes_do(
     for ours, other in zip(kept, theirs, strict=True):
         for tensor, reference in zip(ours, other, strict=True):
             assert error_of(tensor, reference) < TOLERANCE
+
+
+def test_layers_of_states_that_hold_none_are_replayed(
+    gpu, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 creates such layers for a model's feed-forward layers."""
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "dummy", LinearAttentionLayer)
+    model, passes = checkpoints("nemotron_h"), [PROMPT, *each(TOKENS)]
+    expected, _ = without_graphs(model, gpu, monkeypatch, lambda engine: feed(engine, passes))
+    with load(model, gpu) as engine:
+        found, cache = feed(engine, passes)
+        assert engine.notices() == []
+        assert any(isinstance(layer, StateLayer) and not layer.tensors() for layer in cache.layers)
+    assert error_of(found, expected) < TOLERANCE
+    assert replayed(gpu) > 0
 
 
 def test_states_are_replayed_where_blocks_are_missing(
