@@ -2526,6 +2526,8 @@ def rows16_product(
 
 MOST_STEP_TOKENS: int
 """Most tokens of a :class:`LayerStep`."""
+DELTA_UNIT_EPS: float
+"""Added to the sum of squares of a query or a key in :class:`GatedDelta`."""
 
 class DeltaMixer:
     """Linear attention with its dense products, for one token.

@@ -125,16 +125,17 @@ def first_launches(
     inside = {block.parts.shared.module for block in blocks}
     kinds: dict[Any, Callable[[], None]] = {}
     for block in blocks:
-        kinds[_sizes(block.parts.shared), block.parts.gate is None] = partial(_launch_block, block, like)
+        kinds[_kind(block.parts.shared), block.parts.gate is None] = partial(_launch_block, block, like)
     for mlp in mlps:
         if mlp.module not in inside:
-            kinds[_sizes(mlp)] = partial(_launch_mlp, mlp, like)
+            kinds[_kind(mlp)] = partial(_launch_mlp, mlp, like)
     return list(kinds.values())
 
 
-def _sizes(mlp: GatedMlp) -> tuple[int, int]:
-    gate, _ = mlp.inputs
-    return gate.in_features, gate.out_features
+def _kind(mlp: GatedMlp) -> tuple[Any, ...]:
+    """Sizes and forms of its weights, which have kernels of their own."""
+    gate, up = mlp.inputs
+    return gate.in_features, gate.out_features, type(gate), type(up), type(mlp.output)
 
 
 def _launch_mlp(mlp: GatedMlp, like: torch.Tensor) -> None:

@@ -52,13 +52,13 @@ class FusedLayer:
     """A layer that the kernels compute.
 
     Attributes:
-        plain: Its parts.
+        known: Its parts.
         router: What ``plain.wiring.router`` computes, if it has one.
         follower: What reads its result next, by a kernel of ours that adds it up; ``None``: something else.
         angles: Number of rotary angles per token.
     """
 
-    plain: PlainLayer | DeltaLayer
+    known: PlainLayer | DeltaLayer
     router: KnownRouter | None
     follower: nn.Module | None
     angles: int
@@ -164,7 +164,7 @@ def recognise_layers(
 
 def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., Any]:
     """A ``forward`` for a layer: by the kernels, where they serve the inputs."""
-    own, wiring = layer.forward, fused.plain.wiring
+    own, wiring = layer.forward, fused.known.wiring
     hooks = wiring.hooks()
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -177,7 +177,7 @@ def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., An
             and only_known_arguments(named)
             and _serves_norms(wiring, hidden_states)
         ):
-            mix = _mixer(fused.plain, cache, hidden_states, named.get("position_embeddings"))
+            mix = _mixer(fused.known, cache, hidden_states, named.get("position_embeddings"))
         if mix is None:
             return own(sums.settled(hidden_states), *rest, **named)
         # What a hook of somebody else would read has to be there.
@@ -254,7 +254,8 @@ def _computed(
     feed: Callable[[FusedLayer, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """The layer's result, whose sum is computed later; ``feed`` computes its feed-forward part."""
-    known, wiring = fused.plain, fused.plain.wiring
+    known = fused.known
+    wiring = known.wiring
     before, after = weight_of(wiring.before), weight_of(wiring.after)
     normed = sums.normed(hidden, before, known.before)
     residual = mix(normed.view(1, -1)).view_as(hidden)
@@ -322,7 +323,7 @@ def _attended(
 
 
 def _fed(fused: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
-    wiring = fused.plain.wiring
+    wiring = fused.known.wiring
     if fused.router is None:
         made = wiring.mlp(normed)
         answer: torch.Tensor = made[0] if isinstance(made, tuple) else made
@@ -344,7 +345,7 @@ def first_launches(layers: Iterable[FusedLayer], dtype: torch.dtype) -> list[Cal
     """
     kinds: dict[Any, FusedLayer] = {}
     for layer in layers:
-        known = layer.plain
+        known = layer.known
         sizes: Any
         if isinstance(known, DeltaLayer):
             sizes = known.delta.kind()
@@ -366,7 +367,7 @@ def _window(plain: PlainLayer) -> int:
 
 
 def _launch_first(fused: FusedLayer, dtype: torch.dtype) -> None:
-    known = fused.plain
+    known = fused.known
     before = weight_of(known.wiring.before)
 
     def zeros(*sizes: int) -> torch.Tensor:

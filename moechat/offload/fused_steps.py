@@ -7,9 +7,10 @@ compute by our kernels; the model's own passes, with which replays are compared,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,33 +91,26 @@ class FusedSteps:
         return FusedSteps()
 
     def _forwards(self, sums: Sums) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        for module, layer in self.layers.items():
-            if _FORWARD not in module.__dict__:
-                yield module, layer_forward(module, layer, sums)
-        for module, delta in self.deltas.items():
-            if _FORWARD not in module.__dict__:
-                yield module, delta_forward(module, delta)
-        for module, block in self.blocks.items():
-            if _FORWARD not in module.__dict__:
-                yield module, block_forward(module, block)
-        for module, mlp in self.mlps.items():
-            if _FORWARD not in module.__dict__:
-                yield module, mlp_forward(module, mlp)
-        for module, norm in self.norms.items():
-            if _FORWARD not in module.__dict__:
-                yield module, _norm_forward(module, norm, sums)
-        for module, router in self.routers.items():
-            if _FORWARD not in module.__dict__:
-                yield module, _router_forward(module, router)
-        for module in {**self.rotary, **self.neighbours}:
-            if _FORWARD not in module.__dict__:
-                yield module, with_rotary(module, *self._rotations(module))
+        made: list[tuple[Mapping[nn.Module, Any], Callable[[nn.Module, Any], Callable[..., Any]]]] = [
+            (self.layers, partial(layer_forward, sums=sums)),
+            (self.deltas, delta_forward),
+            (self.blocks, block_forward),
+            (self.mlps, mlp_forward),
+            (self.norms, partial(_norm_forward, sums=sums)),
+            (self.routers, _router_forward),
+            ({**self.rotary, **self.neighbours}, self._rotating),
+        ]
+        for known, make in made:
+            for module, what in known.items():
+                if _FORWARD not in module.__dict__:
+                    yield module, make(module, what)
 
-    def _rotations(self, module: nn.Module) -> tuple[Rotate | None, Rotate | None]:
-        """By the kernels: in place of both functions of a module."""
+    def _rotating(self, module: nn.Module, _: Rotate) -> Callable[..., Any]:
+        """The ``forward`` of a module whose rotary functions are the kernels."""
         rotate, neighbours = self.rotary.get(module), self.neighbours.get(module)
         known = None if rotate is None else rotate.__dict__
-        return (
+        return with_rotary(
+            module,
             None if known is None else _fused_rotary(known["own"], known["kinds"]),
             None if neighbours is None else _fused_rotary(neighbours, (WHOLE,), neighbours=True),
         )

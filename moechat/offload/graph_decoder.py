@@ -19,7 +19,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,10 +32,18 @@ from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.crossing import Crossing
 from moechat.offload.fused_steps import FusedSteps
 from moechat.offload.gpu_clocks import GpuClocks
-from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
-from moechat.offload.graphs import Graph, Graphs
+from moechat.offload.gpu_layer import GpuExpertLayer
+from moechat.offload.graphs import Graphs
 from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.next_token import NextToken
+from moechat.offload.recordings import (
+    Comparison,
+    CompleteRecording,
+    Recording,
+    captured,
+    distance,
+    or_far,
+)
 from moechat.offload.replay_attention import NotSupportedError, ReplayAttention
 from moechat.offload.replay_cache import ReplayCache
 from moechat.offload.run_ahead import RunAhead, can_run_ahead
@@ -49,125 +56,11 @@ from moechat.offload.tier import ExpertTier
 # recorded as a constant gives 0.25 and more in the first layers.
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_16 = 5e-2
-# Replays of a recording that are compared with a pass: the first is of the recorded token itself, so that
-# values recorded as constants show in the second. One more is compared whenever the context has grown by this
-# factor: a window that the recording leaves out, say, shows only in contexts longer than the window.
-_CHECKED = 2
+# A replay is compared with a pass whenever the context has grown by this factor: a window that the recording
+# leaves out, say, shows only in contexts longer than the window.
 _CHECKED_AGAIN = 4
 _NO_MEMORY = "the graphics memory does not suffice for copies of this model's states"
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
-
-
-@dataclass
-class _Recording:
-    """A recorded pass; while it is recorded, a :class:`moechat.offload.gpu_layer.Capture`.
-
-    Invariant: this object refers to all tensors that experts read or write, and to the logits, so that no
-    other graph in the same memory reuses theirs.
-
-    Attributes:
-        new: Makes a graph; ``None``: the pass runs, and is not recorded.
-        form: Of the requests.
-        landing: Makes host memory for so many words of a request.
-        fused: See :class:`moechat.offload.gpu_layer.Capture`.
-        repeatable: A graph may be replayed again for the same token: it overwrites no states.
-    """
-
-    new: Callable[[], Graph] | None
-    form: RequestForm
-    landing: Callable[[int], torch.Tensor]
-    fused: bool
-    repeatable: bool = True
-    graphs: list[Graph] = field(default_factory=list)
-    requests: list[ExpertRequest] = field(default_factory=list)
-    sums: list[torch.Tensor] = field(default_factory=list)
-    ordinals: list[int] = field(default_factory=list)
-    logits: torch.Tensor | None = None
-    unchecked: int = _CHECKED
-    checked_again_at: int = 0
-    crossing: Crossing = field(default_factory=Crossing)
-    again: Callable[[_Recording], None] | None = None
-    ahead: RunAhead | None = None
-    complete: _CompleteRecording | None = None
-    launched: LaunchedLayers | None = None
-    _open: Graph | None = None
-
-    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
-        """End the graph at the experts of a layer, and begin the next."""
-        # Finite in the first run, since the next layers keep its results until they are written again.
-        total = torch.zeros_like(request.x) if self.new is None else torch.empty_like(request.x)
-        # The host waits for the graph anyway: so it need not give the copy to the driver for every token.
-        landed = self.landing(request.packed.numel())
-        landed.copy_(request.packed, non_blocking=True)
-        self.requests.append(replace(request, landed=landed))
-        self.sums.append(total)
-        self.ordinals.append(ordinal)
-        self.crossing.cut()
-        self.end()
-        self.begin()
-        return total
-
-    def result(self) -> torch.Tensor:
-        """A copy of the logits, which the next replay overwrites."""
-        assert self.logits is not None
-        return self.logits.clone()
-
-    def begin(self) -> None:
-        if self.new is not None:
-            # Assigned before it begins, so that Ctrl-C at any time abandons it.
-            with self.crossing.unseen():
-                self._open = self.new()
-                self._open.begin()
-
-    def end(self) -> None:
-        graph = self._open
-        if graph is not None:
-            with self.crossing.unseen():
-                graph.end()
-            self._open = None
-            self.graphs.append(graph)
-
-    def abandon(self) -> None:
-        graph, self._open = self._open, None
-        if graph is not None:
-            graph.abandon()
-
-
-@dataclass
-class _CompleteRecording(_Recording):
-    """A pass with its experts, for pages that hold all of them: graphs of the layers and of the head."""
-
-    pieces: _Recording = field(kw_only=True)
-
-    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
-        """Record the experts of a layer."""
-        assert self.pieces.ahead is not None
-        total = torch.empty_like(request.x)
-        self.pieces.ahead.launch(ordinal, request, total)
-        self.ordinals.append(ordinal)
-        if len(self.ordinals) == len(self.pieces.ordinals):
-            self.end()
-            self.begin()
-        return total
-
-
-@dataclass
-class _Comparison:
-    """Inputs and sums of the experts in a replay, for comparison with a pass of the model.
-
-    The pass takes the replay's sums: so it may choose another one of two experts that nearly tie, and no
-    expert is computed, or counted, twice.
-    """
-
-    form: RequestForm
-    fused: bool = False
-    answers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    off: list[torch.Tensor] = field(default_factory=list)
-
-    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
-        x, answer = self.answers[ordinal]
-        self.off.append(_distance(x, request.x))
-        return answer
 
 
 class GraphDecoder:
@@ -214,7 +107,7 @@ class GraphDecoder:
         self._tolerance = _TOLERANCE.get(dtype, _TOLERANCE_16)
         self._clocks = clocks
         self._notify = notify
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
         self._attention: ReplayAttention | None = None
         self._addresses: tuple[int, ...] = ()
         self._tier: ExpertTier | None = None
@@ -302,7 +195,7 @@ class GraphDecoder:
 
     def _compared(
         self,
-        recording: _Recording,
+        recording: Recording,
         experts: Sequence[GpuExpertLayer],
         token: NextToken,
         input_ids: torch.Tensor,
@@ -313,7 +206,7 @@ class GraphDecoder:
         self._clocks.drop()
         # The replay does not advance the cache: the pass writes the same token to the same place, and goes on
         # from the same states.
-        comparison, states = _Comparison(recording.form), token.copies_or_none()
+        comparison, states = Comparison(recording.form), token.copies_or_none()
         if states is None:
             self._drop(_NO_MEMORY)
             return None
@@ -329,10 +222,10 @@ class GraphDecoder:
             self._drop(_NO_MEMORY)
             return None
         before = [dict(vars(layer)) for layer in cache.layers]
-        with _captured(experts, comparison):
+        with captured(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
-        comparison.off.append(_distance(logits, output.logits[:, -1:]))
-        comparison.off += [_distance(ours, state) for ours, state in zip(made, token.tensors, strict=True)]
+        comparison.off.append(distance(logits, output.logits[:, -1:]))
+        comparison.off += [distance(ours, state) for ours, state in zip(made, token.tensors, strict=True)]
         distances = torch.stack(comparison.off).tolist()
         # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
@@ -355,7 +248,7 @@ class GraphDecoder:
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
         token.restore(states)
-        worst = max(range(len(distances)), key=lambda place: _or_far(distances[place]) / self._allowed(place))
+        worst = max(range(len(distances)), key=lambda place: or_far(distances[place]) / self._allowed(place))
         why = (
             f"a replay differed from the model's own pass by {distances[worst]:.2g} of its size, more than "
             f"{self._allowed(worst):.2g}, after {worst + 1} of {len(distances)} parts"
@@ -394,7 +287,7 @@ class GraphDecoder:
         token: NextToken,
         experts: Sequence[GpuExpertLayer],
         arguments: dict[str, Any],
-    ) -> _Recording:
+    ) -> Recording:
         self._clocks.drop()
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
         crossing = Crossing()
@@ -414,9 +307,9 @@ class GraphDecoder:
         # to the next one, which would then be decoded without graphs.
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
 
-        def run(recording: _Recording) -> None:
+        def run(recording: Recording) -> None:
             try:
-                with _captured(experts, recording), attention.over(cache), steps.over(), _as_recorded():
+                with captured(experts, recording), attention.over(cache), steps.over(), _as_recorded():
                     recording.begin()
                     output = self._model(
                         input_ids=self._token,
@@ -433,9 +326,9 @@ class GraphDecoder:
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
             with watch:
-                run(_Recording(None, self._form, landing, bool(steps), crossing=crossing))
+                run(Recording(None, self._form, landing, bool(steps), crossing=crossing))
             graphs.make_room()
-            recording = _Recording(
+            recording = Recording(
                 graphs.new,
                 self._form,
                 landing,
@@ -453,7 +346,7 @@ class GraphDecoder:
         return recording
 
     def _replay(
-        self, recording: _Recording, experts: Sequence[GpuExpertLayer], token: NextToken
+        self, recording: Recording, experts: Sequence[GpuExpertLayer], token: NextToken
     ) -> torch.Tensor:
         ahead = self._ahead_of(recording, experts)
         if ahead is None:
@@ -462,10 +355,10 @@ class GraphDecoder:
 
     def _replay_behind(
         self,
-        recording: _Recording,
+        recording: Recording,
         experts: Sequence[GpuExpertLayer],
         ahead: RunAhead | None = None,
-        comparison: _Comparison | None = None,
+        comparison: Comparison | None = None,
     ) -> torch.Tensor:
         """Logits of a token whose expert layers the host launches; ``ahead`` is compared with them."""
         first, *rest = recording.graphs
@@ -487,7 +380,7 @@ class GraphDecoder:
             graph.replay()
         return recording.result()
 
-    def _launched(self, recording: _Recording, experts: Sequence[GpuExpertLayer]) -> LaunchedLayers | None:
+    def _launched(self, recording: Recording, experts: Sequence[GpuExpertLayer]) -> LaunchedLayers | None:
         """The layers of the next token for native code; ``None``: Python launches them."""
         launched = recording.launched
         if launched is None or not launched.serves():
@@ -495,7 +388,7 @@ class GraphDecoder:
             recording.launched = launched
         return launched if launched is not None and launched.begin_token() else None
 
-    def _ahead_of(self, recording: _Recording, experts: Sequence[GpuExpertLayer]) -> RunAhead | None:
+    def _ahead_of(self, recording: Recording, experts: Sequence[GpuExpertLayer]) -> RunAhead | None:
         """Expert layers that the GPU computes without the host, recorded anew for other pages; ``None``: it
         cannot.
         """
@@ -526,7 +419,7 @@ class GraphDecoder:
         return recording.ahead
 
     def _replay_ahead(
-        self, recording: _Recording, ahead: RunAhead, experts: Sequence[GpuExpertLayer], token: NextToken
+        self, recording: Recording, ahead: RunAhead, experts: Sequence[GpuExpertLayer], token: NextToken
     ) -> torch.Tensor:
         """Logits of a token whose experts the GPU computes as far as it has them.
 
@@ -558,7 +451,7 @@ class GraphDecoder:
             logits = self._replay_behind(recording, experts)
         if checked is not None and recording.complete is not None:
             pairs = zip(checked, (logits, *token.tensors), strict=True)
-            off = max(_or_far(float(_distance(found, wanted))) for found, wanted in pairs)
+            off = max(or_far(float(distance(found, wanted))) for found, wanted in pairs)
             if off <= self._allowed(len(recording.ordinals)):
                 recording.complete.unchecked -= 1
             else:
@@ -566,7 +459,7 @@ class GraphDecoder:
         return logits
 
     def _tried(
-        self, complete: _CompleteRecording, ahead: RunAhead, token: NextToken
+        self, complete: CompleteRecording, ahead: RunAhead, token: NextToken
     ) -> list[torch.Tensor] | None:
         """Logits and states of a whole token, after which the states are as before.
 
@@ -586,12 +479,12 @@ class GraphDecoder:
             token.restore(before)
         return None if made is None else [complete.result(), *made]
 
-    def _record_complete(self, recording: _Recording, token: NextToken) -> _CompleteRecording | None:
+    def _record_complete(self, recording: Recording, token: NextToken) -> CompleteRecording | None:
         graphs = self._graphs
         if graphs is None or recording.again is None:
             return None
         form, landing, fused = recording.form, recording.landing, recording.fused
-        complete = _CompleteRecording(graphs.new, form, landing, fused, pieces=recording)
+        complete = CompleteRecording(graphs.new, form, landing, fused, pieces=recording)
         try:
             with graphs.aside(), token.states_kept():
                 graphs.make_room()
@@ -644,18 +537,6 @@ class GraphDecoder:
 
 
 @contextmanager
-def _captured(experts: Sequence[GpuExpertLayer], capture: Capture) -> Iterator[None]:
-    """Redirect the requests of expert layers to a capture."""
-    try:
-        for layer in experts:
-            layer.capture = capture
-        yield
-    finally:
-        for layer in experts:
-            layer.capture = None
-
-
-@contextmanager
 def _as_recorded() -> Iterator[None]:
     """Let the pass that is not recorded take the same branches as the one that is: transformers asks torch
     whether the stream is recorded before it looks at values, for which it would wait.
@@ -666,19 +547,6 @@ def _as_recorded() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = own
-
-
-def _or_far(distance: float) -> float:
-    return distance if math.isfinite(distance) else math.inf
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Norm of the difference divided by the norm of the expected values; a scalar tensor."""
-    expected = expected.float()
-    # Of zeros, as states may be: any other value is far.
-    size = expected.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    distance: torch.Tensor = (found.float() - expected).norm() / size
-    return distance
 
 
 def _in_short(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from moechat.models.cache_layers import WindowLayer
-from moechat.models.cache_memory import Place
+from moechat.models.cache_memory import EMPTY, Place
 from moechat.models.state_layer import StateLayer
 from moechat.offload.kernels.attention import append
 from moechat.offload.next_token import NextToken
@@ -87,28 +87,21 @@ class ReplayCache(Cache):
 
     def __init__(self, token: NextToken, numbers: torch.Tensor) -> None:
         self.replayed: dict[int, ReplayLayer] = {}
-        self._states = {
-            number: (layer.sharing(), layer.sharing())
-            for number, layer in enumerate(token.layers)
-            if isinstance(layer, StateLayer)
-        }
-        ordinals = {id(layer): ordinal for ordinal, layer in enumerate(token.attending)}
-        layers: list[Any] = []
+        self._states: dict[int, tuple[StateLayer, StateLayer]] = {}
+        layers = list(token.layers)
         for number, layer in enumerate(token.layers):
-            if number in self._states:
-                layers.append(self._states[number][1])
-            elif id(layer) in ordinals:
-                ordinal = ordinals[id(layer)]
-                self.replayed[number] = ReplayLayer(
+            if isinstance(layer, StateLayer):
+                self._states[number] = layer.sharing(), layer.sharing()
+                layers[number] = self._states[number][1]
+            elif type(layer) not in EMPTY:
+                ordinal = len(self.replayed)
+                layers[number] = self.replayed[number] = ReplayLayer(
                     token.places[ordinal],
                     numbers,
                     ordinal,
                     window=layer.sliding_window if isinstance(layer, WindowLayer) else 0,
                     packed=layer.packed,
                 )
-                layers.append(self.replayed[number])
-            else:
-                layers.append(layer)
         super().__init__(layers=layers)
         self._position = numbers[0]
 

@@ -18,13 +18,13 @@ from moechat.models.decode.norms import Norm
 from moechat.models.decode.plain_layer import weight_of
 from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.routers import Rule
-from moechat.models.decode.stand_ins import StandInExperts, chooses
+from moechat.models.decode.stand_ins import StandIn, chooses
 from moechat.models.decode.wiring import LINEAR_ATTENTION, Wiring, recognise_wiring
 
 _PROBES = 2
 
 
-class _StandInMixer(StandInExperts):
+class _StandInMixer(StandIn):
     """Takes the place of linear attention."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
@@ -84,7 +84,7 @@ def agrees(layer: Any, found: DeltaLayer, rule: Rule | None) -> bool:
     before, after = weight_of(wiring.before), weight_of(wiring.after)
     with probing() as generator:
         normal = normal_numbers(generator, before.dtype)
-        mixer, part = _StandInMixer(normal(1, 1, len(before))), StandInExperts(normal(1, 1, len(before)))
+        mixer, part = _StandInMixer(normal(1, 1, len(before))), StandIn(normal(1, 1, len(before)))
         fed = wiring.mlp if wiring.experts is None else wiring.experts
         with mixer.in_place_of(wiring.attention), part.in_place_of(fed):
             for _ in range(_PROBES):

@@ -20,13 +20,14 @@ from torch import nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from moechat import _native
 from moechat.models.decode.layer_check import layer_kind
 from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.state_layer import StateLayer
 
 # Added to the sum of squares of a query or a key.
-UNIT_EPS = 1e-6
+UNIT_EPS = _native.DELTA_UNIT_EPS
 _INPUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
@@ -176,11 +177,11 @@ def _described(module: Any) -> GatedDelta | None:
         return None
     if {name for name, held in module._parameters.items() if held is not None} != {"A_log", "dt_bias"}:
         return None
-    numbers = [getattr(module, name, None) for name in _NUMBERS]
+    numbers = [number for name in _NUMBERS if type(number := getattr(module, name, None)) is int]
     eps = getattr(module.norm, "variance_epsilon", None)
-    if not all(type(number) is int for number in numbers) or type(eps) is not float:
+    if len(numbers) < len(_NUMBERS) or not isinstance(eps, float):
         return None
-    delta = _laid_out(module, inputs, numbers, eps)  # type: ignore[arg-type]
+    delta = _laid_out(module, inputs, numbers, eps)
     return delta if delta is not None and _fits(delta) else None
 
 

@@ -15,8 +15,9 @@ from moechat.models.decode.products import native_products
 from moechat.models.decode.wiring import only_known_arguments
 
 Forward = Callable[..., Any]
+_States = tuple[torch.Tensor, torch.Tensor]
 # (hidden state, states) -> result.
-_Step = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+_Step = Callable[[torch.Tensor, _States], torch.Tensor]
 
 
 def native_delta(delta: GatedDelta) -> Forward | None:
@@ -24,8 +25,7 @@ def native_delta(delta: GatedDelta) -> Forward | None:
     step = _step(delta)
     if step is None:
         return None
-    own, hooks, dtype = delta.mixer.forward, delta.hooks(), delta.parameters()[0].dtype
-    shape = (1, 1, delta.projections[0].in_features)
+    own, hooks, states_for = delta.mixer.forward, delta.hooks(), _states_for(delta)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -33,18 +33,10 @@ def native_delta(delta: GatedDelta) -> Forward | None:
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
-        states = None
-        if hidden_states.shape == shape and hidden_states.dtype is dtype and hidden_states.is_cpu:
-            states = delta.states_of(cache_params)
-        if (
-            states is None
-            or states[0].dtype is not dtype
-            or attention_mask is not None
-            or any(hooks)
-            or not only_known_arguments(named)
-        ):
+        states = states_for(hidden_states, cache_params)
+        if states is None or attention_mask is not None or any(hooks) or not only_known_arguments(named):
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        return step(hidden_states.contiguous(), states)
+        return step(hidden_states, states)
 
     forward.__dict__["mixer"] = step.__dict__.get("mixer")
     return forward
@@ -64,23 +56,17 @@ def native_delta_layer(layer: Any, found: DeltaLayer, norms: Sequence[_native.Rm
         return None
     before, after = norms
     run = _native.DeltaStep(before, mixer, after)
-    own, hooks, mlp, dtype = layer.forward, wiring.hooks(), wiring.mlp, delta.parameters()[0].dtype
-    shape = (1, 1, delta.projections[0].in_features)
+    own, hooks, mlp, states_for = layer.forward, wiring.hooks(), wiring.mlp, _states_for(delta)
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        states = None
+        states = states_for(hidden_states, named.get("past_key_values"))
         if (
-            hidden_states.shape == shape
-            and hidden_states.dtype is dtype
-            and hidden_states.is_cpu
-            and hidden_states.is_contiguous()
-            and not rest
-            and named.get("attention_mask") is None
-            and not any(hooks)
-            and only_known_arguments(named)
+            states is None
+            or rest
+            or named.get("attention_mask") is not None
+            or any(hooks)
+            or not only_known_arguments(named)
         ):
-            states = delta.states_of(named.get("past_key_values"))
-        if states is None or states[0].dtype is not dtype:
             return own(hidden_states, *rest, **named)
         residual, normed = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
         held, state = states
@@ -90,6 +76,19 @@ def native_delta_layer(layer: Any, found: DeltaLayer, norms: Sequence[_native.Rm
         return residual + (out[0] if isinstance(out, tuple) else out)
 
     return forward
+
+
+def _states_for(delta: GatedDelta) -> Callable[[torch.Tensor, Any], _States | None]:
+    """A function from hidden states and a cache to the states of a token that native code serves."""
+    dtype, shape = delta.parameters()[0].dtype, (1, 1, delta.projections[0].in_features)
+
+    def states_for(hidden: torch.Tensor, cache: Any) -> _States | None:
+        if not (hidden.shape == shape and hidden.dtype is dtype and hidden.is_cpu and hidden.is_contiguous()):
+            return None
+        states = delta.states_of(cache)
+        return None if states is None or states[0].dtype is not dtype else states
+
+    return states_for
 
 
 def _step(delta: GatedDelta) -> _Step | None:
@@ -116,7 +115,7 @@ def _step(delta: GatedDelta) -> _Step | None:
     if products is not None:
         mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
 
-        def whole(hidden: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        def whole(hidden: torch.Tensor, states: _States) -> torch.Tensor:
             out = torch.empty_like(hidden)
             before, state = states
             mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
@@ -125,7 +124,7 @@ def _step(delta: GatedDelta) -> _Step | None:
         whole.__dict__.update(weights=weights, mixer=mixer)  # keeps the memory alive that ``run`` reads
         return whole
 
-    def between(hidden: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def between(hidden: torch.Tensor, states: _States) -> torch.Tensor:
         rows = [module(hidden).contiguous() for module in projections]
         out = torch.empty((1, 1, width), dtype=hidden.dtype)
         mixed, gate, beta, decay = (rows[source].data_ptr() for source in sources)

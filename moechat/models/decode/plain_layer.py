@@ -22,7 +22,7 @@ from moechat.models.decode.norms import Norm
 from moechat.models.decode.probe import ELEMENTS, close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
-from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
+from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
 
 _PROBES = 3
@@ -221,10 +221,10 @@ def weight_of(norm: nn.Module) -> torch.Tensor:
 
 
 @contextmanager
-def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterator[StandInExperts]:
+def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterator[StandIn]:
     """Replace the projections of a layer, and its experts or its feed-forward part, in the block."""
     wiring = plain.wiring
-    stand_in = StandInExperts(normal(1, 1, weight_of(wiring.before).shape[0]))
+    stand_in = StandIn(normal(1, 1, weight_of(wiring.before).shape[0]))
     part = wiring.mlp if wiring.experts is None else wiring.experts
     with random_projections(wiring.attention, PROJECTIONS, normal), stand_in.in_place_of(part):
         yield stand_in

@@ -26,11 +26,8 @@ Rotate = Callable[..., Any]
 
 def recognise_rotary(module: nn.Module) -> Rotate | None:
     """A native replacement for the rotary function of ``module``; ``None`` if the results differ."""
-    forward = type(module).forward
-    if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    own = forward.__globals__.get(_NAME)
-    if _NAME not in forward.__code__.co_names or not callable(own):
+    own = _function(module, _NAME)
+    if own is None:
         return None
     with probing() as generator:
         q = torch.randn((1, 3, 4, 32), generator=generator).transpose(1, 2)
@@ -53,11 +50,8 @@ def recognise_neighbours(module: nn.Module) -> Rotate | None:
 
     ``None``: the module has none, or the results differ.
     """
-    forward = type(module).forward
-    if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    own = forward.__globals__.get(_NEIGHBOURS)
-    if _NEIGHBOURS not in forward.__code__.co_names or not callable(own):
+    own = _function(module, _NEIGHBOURS)
+    if own is None:
         return None
     with probing() as generator:
         q = torch.randn((1, 3, 4, 32), generator=generator).transpose(1, 2)
@@ -65,6 +59,15 @@ def recognise_neighbours(module: nn.Module) -> Rotate | None:
         angles = torch.randn((2, 1, 3, 16), generator=generator).repeat(1, 1, 1, 2)
         found: Rotate | None = own if _same(_turned_neighbours, own, q, k, *angles) else None
     return found
+
+
+def _function(module: nn.Module, name: str) -> Rotate | None:
+    """The function that the ``forward`` of a module calls by ``name``; ``None``: it calls none."""
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    own: Any = forward.__globals__.get(name)
+    return own if name in forward.__code__.co_names and callable(own) else None
 
 
 def _turned_neighbours(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from moechat.models.decode.layer_check import layer_kind
 from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.routers import Rule
-from moechat.models.decode.stand_ins import StandInExperts, chooses, random_projections
+from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
 from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
@@ -159,7 +159,7 @@ def recognise_shared_blocks(
 def _described(
     module: nn.Module, mlps: Mapping[nn.Module, GatedMlp], rules: Mapping[nn.Module, Rule]
 ) -> SharedBlock | None:
-    children = [child for _, child in module.named_children()]
+    children = list(module.children())
     experts = [child for child in children if is_experts_module(child)]
     routers = [child for child in children if child in rules]
     shared = [child for child in children if child in mlps]
@@ -180,13 +180,11 @@ def _block_agrees(block: SharedBlock, rule: Rule) -> bool:
     weight = block.router.get_parameter("weight")
     if not weight.is_cpu:
         return False
-    width, gates = (
-        weight.shape[-1],
-        [name for name, child in block.block.named_children() if child is block.gate],
-    )
+    width = weight.shape[-1]
+    gates = [name for name, child in block.block.named_children() if child is block.gate]
     with probing() as generator:
         normal = normal_numbers(generator, _type_of(block.shared.module))
-        experts = StandInExperts(normal(1, width))
+        experts = StandIn(normal(1, width))
         with (
             random_projections(block.shared.module, (_GATE, _UP, _DOWN), normal),
             random_projections(block.block, gates, normal),

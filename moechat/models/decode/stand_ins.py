@@ -59,8 +59,8 @@ def random_projections(
         module._modules.update(own)
 
 
-class StandInExperts:
-    """Takes the place of experts, or of a feed-forward part.
+class StandIn:
+    """Takes the place of experts, a feed-forward part or linear attention.
 
     Attributes:
         answer: What it returns.
@@ -78,7 +78,7 @@ class StandInExperts:
 
     @contextmanager
     def in_place_of(self, module: nn.Module) -> Iterator[None]:
-        """Compute ``module`` in the block: experts, whoever runs them, or any other."""
+        """Replace a module in the block: its ``forward``, or, of routed experts, what runs them."""
         held = vars(module)
         name, value = (EXPERTS_RUNNER, self) if is_experts_module(module) else ("forward", self.forward)
         missing = object()

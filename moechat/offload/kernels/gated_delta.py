@@ -84,12 +84,18 @@ def _columns(delta: GatedDelta) -> int:
     return min(_COLUMNS, power(delta.v_dim))
 
 
-def _convolution_constants(delta: GatedDelta) -> dict[str, Any]:
+def _sizes(delta: GatedDelta) -> dict[str, Any]:
     return {
         "K_HEADS": delta.k_heads,
         "GROUP": delta.group,
         "K_DIM": delta.k_dim,
         "V_DIM": delta.v_dim,
+    }
+
+
+def _convolution_constants(delta: GatedDelta) -> dict[str, Any]:
+    return {
+        **_sizes(delta),
         "TAPS": delta.taps,
         "PADDED": power(max(delta.k_dim, delta.v_dim)),
         "TAPS_PADDED": power(delta.taps),
@@ -98,10 +104,7 @@ def _convolution_constants(delta: GatedDelta) -> dict[str, Any]:
 
 def _rule_constants(delta: GatedDelta) -> dict[str, Any]:
     return {
-        "K_HEADS": delta.k_heads,
-        "GROUP": delta.group,
-        "K_DIM": delta.k_dim,
-        "V_DIM": delta.v_dim,
+        **_sizes(delta),
         "K_PADDED": power(delta.k_dim),
         "COLUMNS": _columns(delta),
     }

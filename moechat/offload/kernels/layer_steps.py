@@ -82,8 +82,9 @@ def products(
     out = torch.empty((1, sum(rows)), dtype=dtype, device=x.device)
     spare = MOST_MATRICES - len(weights)
     there = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
-    constants = _product_constants(columns, rows, has_bias=biases[0] is not None)
-    constants |= {"FACTORS": factors is not None, "HEAD": head}
+    constants = _product_constants(
+        columns, rows, has_bias=biases[0] is not None, factors=factors is not None, head=head
+    )
     programs = sum(-(-count // constants["ROWS"]) for count in rows)
     triton_layer.products[(programs,)](
         x,
@@ -194,7 +195,9 @@ def _shared_constants(columns: int, *, gated: bool) -> dict[str, Any]:
     return {"COLUMNS": columns, "AT_ONCE": min(_AT_ONCE, steps.power(columns)), "GATED": gated}
 
 
-def _product_constants(columns: int, rows: Sequence[int], *, has_bias: bool) -> dict[str, Any]:
+def _product_constants(
+    columns: int, rows: Sequence[int], *, has_bias: bool, factors: bool = False, head: int = 0
+) -> dict[str, Any]:
     at_once = min(_AT_ONCE, steps.power(columns))
     return {
         "COLUMNS": columns,
@@ -203,8 +206,8 @@ def _product_constants(columns: int, rows: Sequence[int], *, has_bias: bool) -> 
         "ROWS": _ROWS if sum(rows) >= _MANY_ROWS else 1,
         "MATRICES": len(rows),
         "HAS_BIAS": has_bias,
-        "FACTORS": False,
-        "HEAD": 0,
+        "FACTORS": factors,
+        "HEAD": head,
     }
 
 
@@ -268,11 +271,7 @@ def launches(
         *(
             Kernel(
                 triton_layer.products,
-                {
-                    **_product_constants(rows[1], (hidden,), has_bias=has_bias),
-                    "FACTORS": True,
-                    "HEAD": elements,
-                },
+                _product_constants(rows[1], (hidden,), has_bias=has_bias, factors=True, head=elements),
                 matrices,
                 _WARPS,
             )

@@ -109,6 +109,7 @@ void bind_decode(py::module_& m) {
       .def("__call__", &Norm::run, py::arg("x"), py::arg("out"), py::arg("rows"));
 
   using Places = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  m.attr("DELTA_UNIT_EPS") = kDeltaUnitEps;
   py::class_<Delta>(m, "GatedDelta")
       .def(py::init([](const std::string& type, std::int64_t k_heads, std::int64_t group, std::int64_t k_dim,
                        std::int64_t v_dim, std::int64_t taps, const Places& places, float eps,
@@ -119,7 +120,9 @@ void bind_decode(py::module_& m) {
              require_positive("v_dim", v_dim);
              require_positive("taps", taps);
              if (v_dim % 16 != 0) refuse("v_dim is " + std::to_string(v_dim) + ", not a multiple of 16");
-             if (taps > kMostDeltaTaps) refuse("taps is " + std::to_string(taps) + ", more than 8");
+             if (taps > kMostDeltaTaps) {
+               refuse("taps is " + std::to_string(taps) + ", more than " + std::to_string(kMostDeltaTaps));
+             }
              if (places.size() != 6) refuse("there are " + std::to_string(places.size()) + " places, not 6");
              DeltaTask task{};
              task.type = element_type(type);

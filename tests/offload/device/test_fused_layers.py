@@ -135,7 +135,7 @@ def test_a_layer_that_is_not_its_parts_does_not_agree(gpu, tmp_path: Path, moech
         found = recognise_steps(model)
         layer = model.model.layers[1]
         (angles,), fused = angle_counts(model), found.layers[layer]
-        plain, rule = fused.plain, fused.router.rule
+        plain, rule = fused.known, fused.router.rule
         assert plain_layer.agrees(layer, plain, rule, angles)
         others = [
             replace(plain, scaling=plain.scaling * 1.5),

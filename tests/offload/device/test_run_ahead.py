@@ -191,7 +191,7 @@ def test_the_host_launches_every_layer_where_a_token_cannot_be_two_graphs(
         raise torch.OutOfMemoryError("no memory") if reason == "memory" else RuntimeError("no kernel")
 
     if reason == "another result":
-        whole = graph_decoder._CompleteRecording
+        whole = graph_decoder.CompleteRecording
         monkeypatch.setattr(whole, "result", lambda recording: recording.logits + 1)
     else:
         monkeypatch.setattr(RunAhead, "launch", refuses)

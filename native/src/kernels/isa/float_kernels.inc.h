@@ -21,7 +21,6 @@
 #include "kernels/decode/attend.inc.h"
 #include "kernels/decode/attend_prompt.inc.h"
 #include "kernels/decode/delta.inc.h"
-
 #include "kernels/decode/decode.inc.h"
 // clang-format on
 
