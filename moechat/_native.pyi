@@ -2509,7 +2509,7 @@ class Routing:
         """
 
 class DenseProduct:
-    """A dense layer for :class:`LayerStep`; keeps its weights and bias alive."""
+    """A dense layer for the steps of decoder layers; keeps its weights and bias alive."""
 
 def packed_product(
     layout: LinearLayout,
@@ -2525,7 +2525,7 @@ def rows16_product(
     """A dense layer computed by :func:`rows16_forward`."""
 
 MOST_STEP_TOKENS: int
-"""Most tokens of a :class:`LayerStep`."""
+"""Most tokens of the step of a decoder layer."""
 DELTA_UNIT_EPS: float
 """Added to the sum of squares of a query or a key in :class:`GatedDelta`."""
 
@@ -2559,30 +2559,6 @@ class DeltaMixer:
             out: Of the result.
         """
 
-class DeltaStep:
-    """The part of a decoder layer before its feed-forward part: norm, linear attention, residual, norm.
-
-    Args:
-        before: Norm of the hidden state.
-        mixer: Linear attention.
-        after: Norm of its sum with the hidden state.
-
-    Raises:
-        ValueError: The norms do not have the sizes of ``mixer``.
-    """
-
-    def __init__(self, before: RmsNorm, mixer: DeltaMixer, after: RmsNorm) -> None: ...
-    def __call__(self, hidden: int, before: int, state: int, residual: int, normed: int) -> None:
-        """Compute a token.
-
-        Args:
-            hidden: Address of the hidden state, of the type of ``mixer``.
-            before: As of :meth:`DeltaMixer.__call__`, as ``state``.
-            state: See there.
-            residual: Of the sum; not that of ``hidden``.
-            normed: Of its norm.
-        """
-
 class GatedMlp:
     """``down(silu(gate(x)) * up(x))`` for a few tokens, rounded to its type after each step.
 
@@ -2609,9 +2585,31 @@ class GatedMlp:
             ValueError: Another number of tokens.
         """
 
+class FeedStep:
+    """What follows the mixer of a decoder layer, up to its routed experts: norm, router and shared expert.
+
+    Args:
+        after: Norm.
+        routing: Router; ``None``: the step ends with the norm.
+        shared: Shared expert, only with a router.
+        gate: Product of one row; its sigmoid multiplies the shared expert's result.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(
+        self, after: RmsNorm, routing: Routing | None, shared: GatedMlp | None, gate: DenseProduct | None
+    ) -> None: ...
+    def add(self, x: int, shared: int, residual: int, tokens: int) -> None:
+        """Add ``x``, the routed experts' result as float32 [tokens, hidden], rounded to the element type, to
+        ``residual``; first ``shared`` to it, if there is a shared expert.
+        """
+
 class LayerStep:
-    """Computes a decoder layer, up to its experts, for one token or for one of each of several attention
-    caches; bitwise equal to calling its parts in turn.
+    """Computes a decoder layer with attention, up to its experts, for a token of each of several attention
+    caches; as its parts in turn, bitwise except for torch's sigmoids. A token's results do not depend on the
+    others.
 
     Args:
         type: Element type of hidden states and KV cache.
@@ -2620,12 +2618,13 @@ class LayerStep:
         key: Key projection.
         value: Value projection.
         output: Projection of the attention's result.
+        gated: ``query`` gives each head its query and then its gates, whose sigmoids multiply the result of
+            attention.
         head_norms: Norms of queries and keys, of each head or of all heads as one row; or ``None``.
         attention: Attention of the layer, without a tail.
         angles: Rotary angles of a token.
         width: Elements of a head that are rotated: ``angles``, or twice as many.
-        after: Norm after attention, before the router.
-        routing: Router; ``None``: the step ends with the norm ``after``.
+        feed: What follows attention.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2639,87 +2638,46 @@ class LayerStep:
         key: DenseProduct,
         value: DenseProduct,
         output: DenseProduct,
+        gated: bool,
         head_norms: tuple[RmsNorm, RmsNorm] | None,
         attention: Attention,
         angles: int,
         width: int,
-        after: RmsNorm,
-        routing: Routing | None,
+        feed: FeedStep,
     ) -> None: ...
     def route(
         self,
         hidden: int,
         cos: int,
         sin: int,
-        keys: int,
-        key_head: int,
-        values: int,
-        value_head: int,
-        held: int,
-        packed: bool,
-        residual: int,
-        x: int,
-        index: int,
-        weights: int,
-    ) -> None:
-        """Compute the layer up to the router's choice. Addresses, and strides in elements, of one token.
-
-        Args:
-            hidden: [hidden].
-            cos: [angles].
-            sin: [angles].
-            keys: [kv_heads, more than ``held``, key_dim]; the token's keys are written.
-            key_head: Stride of the heads.
-            values: As the keys.
-            value_head: Stride of the heads.
-            held: Tokens before this one.
-            packed: Keys and values are packed rows (:func:`pack_rows`); their strides are bytes.
-            residual: [hidden], written: ``hidden`` and the attention's result.
-            x: float32 [hidden], written: input of the experts.
-            index: int64 [chosen], written.
-            weights: float32 [chosen], written.
-        """
-    def normalise(
-        self,
-        hidden: int,
-        cos: int,
-        sin: int,
-        keys: int,
-        key_head: int,
-        values: int,
-        value_head: int,
-        held: int,
-        packed: bool,
-        residual: int,
-        normed: int,
-    ) -> None:
-        """Compute as :meth:`route` a step without a router; writes ``normed`` [hidden]."""
-
-    def route_each(
-        self,
-        hidden: int,
-        cos: int,
-        sin: int,
         places: Sequence[tuple[int, int, int, int, int, bool]],
         residual: int,
         x: int,
         index: int,
         weights: int,
+        shared: int,
     ) -> None:
-        """Compute as :meth:`route` a token of each of several attention caches; weights are read once.
+        """Compute the layer up to the choice of its router and its shared expert. Addresses.
 
         Args:
             hidden: [tokens, hidden].
             cos: [tokens, angles].
             sin: [tokens, angles].
-            places: Of each token: ``keys``, ``key_head``, ``values``, ``value_head``, ``held`` and ``packed``
-                of :meth:`route`; at most :data:`MOST_STEP_TOKENS`.
-            residual: [tokens, hidden], written.
-            x: float32 [tokens, hidden], written.
+            places: Of each token; at most :data:`MOST_STEP_TOKENS`. Keys [kv_heads, more than held, key_dim],
+                of which the token's are written, and the stride of their heads; the same for values; tokens
+                held before this one; whether both are packed rows (:func:`pack_rows`), with strides in bytes
+                in place of elements.
+            residual: [tokens, hidden], written: ``hidden`` and the attention's result.
+            x: float32 [tokens, hidden], written: input of the experts.
             index: int64 [tokens, chosen], written.
             weights: float32 [tokens, chosen], written.
+            shared: [tokens, hidden], written if the step has a shared expert: its result.
+
+        Raises:
+            ValueError: The step has no router, or it was given another number of tokens.
         """
-    def normalise_each(
+
+    def normalise(
         self,
         hidden: int,
         cos: int,
@@ -2728,18 +2686,60 @@ class LayerStep:
         residual: int,
         normed: int,
     ) -> None:
-        """Compute as :meth:`route_each` a step without a router; writes ``normed`` [tokens, hidden]."""
+        """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
 
     def measure(self, on: bool) -> None:
         """Begin to add up the times of the parts, from 0, or end it."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds since :meth:`measure` by part: ``norms``, ``projections``, ``cache`` (rotary embedding, and
-        appending keys and values), ``attention`` and ``router``; empty while it is not measured.
+        appending keys and values), ``attention``, ``router`` and ``shared`` (the shared expert); empty while
+        it is not measured.
         """
 
-    def add(self, x: int, residual: int, tokens: int = 1) -> None:
-        """Add ``x``, float32 [tokens, hidden], rounded to the element type, to ``residual``."""
+class DeltaStep:
+    """As :class:`LayerStep`, of a layer with linear attention by the gated delta rule.
+
+    Args:
+        before: Norm of the hidden state.
+        mixer: Linear attention.
+        feed: What follows it.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep) -> None: ...
+    def route(
+        self,
+        hidden: int,
+        states: Sequence[tuple[int, int]],
+        residual: int,
+        x: int,
+        index: int,
+        weights: int,
+        shared: int,
+    ) -> None:
+        """Compute as :meth:`LayerStep.route`.
+
+        Args:
+            hidden: [tokens, hidden].
+            states: Of each token, ``before`` and ``state`` of :meth:`GatedDelta.__call__`.
+            residual: As there, as all that follow.
+            x: See there.
+            index: See there.
+            weights: See there.
+            shared: See there.
+        """
+
+    def normalise(self, hidden: int, states: Sequence[tuple[int, int]], residual: int, normed: int) -> None:
+        """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
+
+    def measure(self, on: bool) -> None:
+        """As of :class:`LayerStep`."""
+
+    def seconds(self) -> dict[str, float]:
+        """As of :class:`LayerStep`."""
 
 def rotate(
     type: str,

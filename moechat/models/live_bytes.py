@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.light_meta import light_meta
 from moechat.models.rotary_scaling import without_scaling
 from moechat.models.skeleton import Skeleton, decoder_of

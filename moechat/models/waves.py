@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from moechat.models.cache_states import tensors_of
-from moechat.models.decode.layer_check import layer_kind, stub_experts
+from moechat.models.decode.layer_check import stub_experts
+from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.probe import close
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.models.threads import thread_invariant_pass

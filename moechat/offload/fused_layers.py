@@ -21,13 +21,12 @@ import torch
 from torch import nn
 
 from moechat.models.cache_memory import Place
-from moechat.models.decode import delta_layer, plain_layer
 from moechat.models.decode.angles import angle_counts
-from moechat.models.decode.delta_layer import DeltaLayer, find_delta_layer
+from moechat.models.decode.delta_layer import DeltaLayer
 from moechat.models.decode.gated_delta import GatedDelta
-from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.plain_layer import PlainLayer, find_plain_layer, weight_of
+from moechat.models.decode.plain_layer import PlainLayer, weight_of
 from moechat.models.decode.probe import FEW_TOKENS
 from moechat.models.decode.rotary import rotated_width
 from moechat.models.decode.wiring import (
@@ -128,34 +127,18 @@ def recognise_layers(
         rotary: As of :func:`moechat.models.decode.plain_layer.find_plain_layer`.
         deltas: Linear attention that is known.
     """
-    base: Any = getattr(model, "model", None)
-    counts = angle_counts(model)
-    if len(counts) != 1 or not isinstance(getattr(base, "layers", None), nn.ModuleList):
+    rules = {module: router.rule for module, router in routers.items()}
+    found = recognise_known_layers(model, norms, rules, rotary, deltas)
+    if not found:
         return {}
-    (angles,) = counts
-    found: dict[nn.Module, tuple[PlainLayer | DeltaLayer, KnownRouter | None]] = {}
-    tried: dict[Any, bool] = {}
-    for layer in base.layers:
-        plain = find_plain_layer(layer, norms, routers, rotary)
-        known = plain or find_delta_layer(layer, norms, routers, deltas)
-        if known is None:
-            continue
-        router = None if known.wiring.router is None else routers[known.wiring.router]
-        rule = None if router is None else router.rule
-        kind = layer_kind(layer)
-        if kind not in tried:
-            tried[kind] = (
-                delta_layer.agrees(layer, known, rule)
-                if isinstance(known, DeltaLayer)
-                else plain_layer.agrees(layer, known, rule, angles)
-            )
-        if tried[kind]:
-            found[layer] = known, router
+    base: Any = model.model
+    (angles,) = angle_counts(model)
     follows = (
         dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True)) if only_calls_layers(base) else {}
     )
     fused = {}
-    for layer, (known, router) in found.items():
+    for layer, known in found.items():
+        router = None if known.wiring.router is None else routers[known.wiring.router]
         follower = follows.get(layer)
         adds = follower in found or follower in norms
         fused[layer] = FusedLayer(known, router, follower if adds else None, angles)

@@ -30,7 +30,7 @@ def test_the_family_computes_a_table_once() -> None:
     real = type(module).forward
     try:
         type(module).forward = lambda self, x, at: calls.append(at.numel()) or real(self, x, at)
-        looked = tabled_angles(module)
+        looked = tabled_angles(module, broadcasts=False)
         for position in (*range(256), 256, 257, 3):
             looked(x, torch.tensor([[position]]))
     finally:

@@ -57,7 +57,8 @@ def test_a_decoded_token_is_that_of_the_family_s_code(
         assert len(native.mlps) == mlps
         found = logits(engine)
         # The other native modules stay.
-        for name in (*native.delta_layers, *native.deltas, *native.mlps):
+        vars(engine.loaded.model).pop("forward", None)
+        for name in (*native.layers, *native.deltas, *native.mlps):
             del vars(engine.loaded.model.get_submodule(name))["forward"]
         wanted = logits(engine)
     off = (found - wanted).abs().max() / wanted.abs().max()
@@ -132,17 +133,21 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_layer_s_native_step_is_bitwise_that_of_its_parts(
+def test_native_steps_of_layers_are_their_parts(
     family: str, dtype: str, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, config_of(family))
     with moechat.load(tmp_path / family, ctx=64, dtype=dtype) as engine:
         native = engine.loaded.native_modules
-        assert native.delta_layers == [name.removesuffix(".linear_attn") for name in native.deltas]
+        assert native.whole
+        assert len(native.layers) == engine.loaded.model.config.num_hidden_layers
         found = logits(engine)
-        for name in native.delta_layers:
-            del vars(engine.loaded.model.get_submodule(name))["forward"]
+        vars(engine.loaded.model).pop("forward")
         assert torch.equal(found, logits(engine))
+        for name in native.layers:
+            del vars(engine.loaded.model.get_submodule(name))["forward"]
+        parts = logits(engine)
+        assert close(found, parts)
 
 
 def test_hooks_inside_of_a_layer_are_called(tmp_path: Path, moechat_home: Path) -> None:
@@ -163,8 +168,9 @@ def test_norms_of_another_size_or_type_are_refused() -> None:
     native = native_delta(delta).__dict__["mixer"]
     weight = torch.ones(64)
     norm = _native.RmsNorm("bfloat16", weight.data_ptr(), 64, 1e-6, 0.0, True)
-    _native.DeltaStep(norm, native, norm)
+    feed = _native.FeedStep(norm, None, None, None)
+    _native.DeltaStep(norm, native, feed)
     with pytest.raises(ValueError, match="norms and hidden size"):
-        _native.DeltaStep(norm, native, _native.RmsNorm("bfloat16", weight.data_ptr(), 32, 1e-6, 0.0, True))
+        _native.DeltaStep(_native.RmsNorm("bfloat16", weight.data_ptr(), 32, 1e-6, 0.0, True), native, feed)
     with pytest.raises(ValueError, match="types of the norms"):
-        _native.DeltaStep(_native.RmsNorm("float32", weight.data_ptr(), 64, 1e-6, 0.0, True), native, norm)
+        _native.DeltaStep(_native.RmsNorm("float32", weight.data_ptr(), 64, 1e-6, 0.0, True), native, feed)

@@ -12,6 +12,7 @@ import pytest
 from moechat import _native
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOSEN, CAPACITY = 96, 6, 2, 24, 10, 3, 40
+INNER = 32
 Floats = npt.NDArray[np.float32]
 
 
@@ -22,10 +23,13 @@ def at(array: npt.NDArray[Any]) -> int:
 class Layer:
     """Weights of one layer; ``kind`` is the format of its matrices."""
 
-    def __init__(self, kind: str, head_norms: bool, seed: int = 3) -> None:
+    def __init__(
+        self, kind: str, head_norms: bool, seed: int = 3, *, gated: bool = False, shared: bool = False
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.kept: list[Any] = []
-        sizes = [(HEADS, HIDDEN), (KV_HEADS, HIDDEN), (KV_HEADS, HIDDEN)]
+        self.gated = gated
+        sizes = [(HEADS * (2 if gated else 1), HIDDEN), (KV_HEADS, HIDDEN), (KV_HEADS, HIDDEN)]
         shapes = [(heads * DIM, cols) for heads, cols in sizes] + [(HIDDEN, HEADS * DIM)]
         self.products, self.multiply = zip(*(self.product(kind, *shape) for shape in shapes), strict=True)
         self.norms = [self.norm(HIDDEN), self.norm(HIDDEN)]
@@ -40,12 +44,24 @@ class Layer:
             "float32", "float32",
         )  # fmt: skip
         self.angles = (self.drawn(DIM), self.drawn(DIM))
+        self.shared = self.gate = None
+        if shared:
+            gate, up, down = (
+                self.product(kind, *shape)[0] for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+            )
+            self.shared = (_native.GatedMlp("float32", gate, up, down),)
+            self.gate = self.product("rows16", 1, HIDDEN)
 
     def step(self, *, routes: bool) -> _native.LayerStep:
         return _native.LayerStep(
-            "float32", self.norms[0], *self.products, self.head_norms, self.attention, DIM, DIM,
-            self.norms[1], self.routing if routes else None,
+            "float32", self.norms[0], *self.products, self.gated, self.head_norms, self.attention, DIM, DIM,
+            self.feed(routes=routes),
         )  # fmt: skip
+
+    def feed(self, *, routes: bool) -> _native.FeedStep:
+        shared, gate = (None, None) if self.shared is None else (self.shared[0], self.gate[0])
+        routing = self.routing if routes else None
+        return _native.FeedStep(self.norms[1], routing, *((shared, gate) if routes else (None, None)))
 
     def drawn(self, *sizes: int) -> Floats:
         return (self.rng.standard_normal(sizes) * 0.5).astype(np.float32)
@@ -85,6 +101,9 @@ class Layer:
         """Residual, input of the experts, chosen experts and weights; keys and values are appended."""
         x = self.normalised(self.norms[0], hidden, HIDDEN)
         query, key, value = (multiply(x) for multiply in self.multiply[:3])
+        if self.gated:
+            both = query.reshape(HEADS, 2, DIM)
+            query, gates = (np.ascontiguousarray(both[:, half]).reshape(1, -1) for half in (0, 1))
         if self.head_norms is not None:
             query = self.normalised(self.head_norms[0], query, DIM)
             key = self.normalised(self.head_norms[1], key, DIM)
@@ -101,12 +120,18 @@ class Layer:
             at(turned[0]), DIM, DIM, 1, at(keys), head, DIM, 0, 0, at(values), head, DIM, held + 1, 0, 0,
             at(mixed),
         )  # fmt: skip
+        if self.gated:
+            mixed *= sigmoid(gates)
         residual = hidden + self.multiply[3](mixed)
         x = self.normalised(self.norms[1], residual, HIDDEN)
         logits = np.empty((1, EXPERTS), np.float32)
         index, weights = np.empty((1, CHOSEN), np.int64), np.empty((1, CHOSEN), np.float32)
         self.routing(at(x), 1, at(logits), at(index), at(weights))
         return residual, x, index, weights
+
+
+def sigmoid(x: Floats) -> Floats:
+    return (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
 
 
 def caches() -> tuple[Floats, Floats]:
@@ -133,17 +158,12 @@ def test_a_step_is_its_parts_one_after_the_other(kind: str, head_norms: bool, th
                 (
                     at(hidden),
                     *map(at, layer.angles),
-                    at(kept[0]),
-                    head,
-                    at(kept[1]),
-                    head,
-                    held,
-                    False,
+                    [(at(kept[0]), head, at(kept[1]), head, held, False)],
                     at(residual),
                 )
                 for kept in (ours, third)
             ]
-            step.route(*places[0], at(x), at(index), at(weights))
+            step.route(*places[0], at(x), at(index), at(weights), 0)
             for found, part in zip((residual, x, index, weights), wanted, strict=True):
                 np.testing.assert_array_equal(found, part)
             normed = np.empty_like(hidden)
@@ -152,23 +172,88 @@ def test_a_step_is_its_parts_one_after_the_other(kind: str, head_norms: bool, th
             for cache in (ours, third):
                 for found, part in zip(cache, theirs, strict=True):
                     np.testing.assert_array_equal(found, part)
-            step.add(at(x), at(residual))
+            layer.feed(routes=True).add(at(x), 0, at(residual), 1)
             np.testing.assert_array_equal(residual, wanted[0] + wanted[1])
     finally:
         _native.set_num_threads(before)
 
 
+@pytest.mark.parametrize("kind", ["rows16", "packed"])
+def test_gates_and_a_shared_expert_are_their_parts(kind: str) -> None:
+    layer = Layer(kind, True, gated=True, shared=True)
+    assert layer.shared is not None
+    assert layer.gate is not None
+    step, ours, theirs = layer.step(routes=True), caches(), caches()
+    for held in range(3):
+        hidden = layer.drawn(1, HIDDEN)
+        wanted = layer.by_parts(hidden, *theirs, held)
+        residual, x, shared = (np.empty_like(hidden) for _ in range(3))
+        index, weights = np.empty((1, CHOSEN), np.int64), np.empty((1, CHOSEN), np.float32)
+        head = CAPACITY * DIM
+        places = [(at(ours[0]), head, at(ours[1]), head, held, False)]
+        step.route(
+            *(at(hidden), *map(at, layer.angles), places, at(residual)),
+            *(at(x), at(index), at(weights), at(shared)),
+        )
+        for found, part in zip((residual, x, weights), (*wanted[:2], wanted[3]), strict=True):
+            np.testing.assert_allclose(found, part, rtol=3e-4, atol=1e-4)  # inputs are quantised
+        np.testing.assert_array_equal(index, wanted[2])
+        alone = np.empty_like(hidden)
+        layer.shared[0](at(x), 1, at(alone))
+        np.testing.assert_allclose(shared, alone * sigmoid(layer.gate[1](x)), rtol=1e-6, atol=1e-7)
+        for found, part in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(found, part)
+        before = residual.copy()
+        layer.feed(routes=True).add(at(x), at(shared), at(residual), 1)
+        np.testing.assert_array_equal(residual, before + (x + shared))
+
+
+def test_tokens_of_several_caches_have_the_bits_of_each_alone() -> None:
+    layer = Layer("packed", True, gated=True, shared=True)
+    step, count = layer.step(routes=True), 5
+    hidden, head = layer.drawn(count, HIDDEN), CAPACITY * DIM
+    angles = [layer.drawn(count, DIM) for _ in range(2)]
+    results = []
+    for groups in ([range(count)], [range(row, row + 1) for row in range(count)]):
+        kept = [caches() for _ in range(count)]
+        made = [np.empty((count, HIDDEN), np.float32) for _ in range(3)]
+        index, weights = np.empty((count, CHOSEN), np.int64), np.empty((count, CHOSEN), np.float32)
+        for rows in groups:
+            first = rows[0]
+            places = [(at(kept[row][0]), head, at(kept[row][1]), head, row, False) for row in rows]
+            residual, x, shared = (at(part[first:]) for part in made)
+            given = at(hidden[first:]), *(at(part[first:]) for part in angles), places, residual
+            step.route(*given, x, at(index[first:]), at(weights[first:]), shared)
+        results.append([*made, index, weights, *(part for pair in kept for part in pair)])
+    for together, alone in zip(*results, strict=True):
+        np.testing.assert_array_equal(together, alone)
+
+
+def test_a_shared_expert_of_another_size_is_refused() -> None:
+    layer = Layer("rows16", False, shared=True)
+    assert layer.shared is not None
+    product = layer.product("rows16", 2, HIDDEN)[0]
+    for routing, shared, gate, why in (
+        (None, layer.shared[0], None, "without a router"),
+        (layer.routing, layer.shared[0], product, "gate of the shared expert"),
+        (layer.routing, narrow_mlp(layer), None, "shared expert and hidden size"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            _native.FeedStep(layer.norms[1], routing, shared, gate)
+
+
+def narrow_mlp(layer: Layer) -> _native.GatedMlp:
+    shapes = ((INNER, HIDDEN // 2), (INNER, HIDDEN // 2), (HIDDEN, INNER))
+    return _native.GatedMlp("float32", *(layer.product("rows16", *shape)[0] for shape in shapes))
+
+
 def test_the_wrong_half_of_a_step_is_refused() -> None:
     layer = Layer("rows16", False)
-    with pytest.raises(ValueError, match="this step has no router"):
-        layer.step(routes=False).route(*[0] * 8, False, *[0] * 4)
-    with pytest.raises(ValueError, match="this step has a router"):
-        layer.step(routes=True).normalise(*[0] * 8, False, *[0] * 2)
     place = (0, 0, 0, 0, 0, False)
     with pytest.raises(ValueError, match="this step has no router"):
-        layer.step(routes=False).route_each(0, 0, 0, [place], 0, 0, 0, 0)
+        layer.step(routes=False).route(0, 0, 0, [place], 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="this step has a router"):
-        layer.step(routes=True).normalise_each(0, 0, 0, [place], 0, 0)
+        layer.step(routes=True).normalise(0, 0, 0, [place], 0, 0)
 
 
 def test_a_step_of_no_tokens_or_too_many_is_refused() -> None:
@@ -176,6 +261,6 @@ def test_a_step_of_no_tokens_or_too_many_is_refused() -> None:
     place = (0, 0, 0, 0, 0, False)
     for count in (0, _native.MOST_STEP_TOKENS + 1):
         with pytest.raises(ValueError, match=f"1 to {_native.MOST_STEP_TOKENS} tokens, not {count}"):
-            layer.step(routes=False).normalise_each(0, 0, 0, [place] * count, 0, 0)
+            layer.step(routes=False).normalise(0, 0, 0, [place] * count, 0, 0)
     with pytest.raises(ValueError, match="held is negative"):
-        layer.step(routes=False).normalise_each(0, 0, 0, [(0, 0, 0, 0, -1, False)], 0, 0)
+        layer.step(routes=False).normalise(0, 0, 0, [(0, 0, 0, 0, -1, False)], 0, 0)

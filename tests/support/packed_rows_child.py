@@ -72,20 +72,21 @@ def attends_as_to_unpacked_rows(dtype: Any, dim: int, group: int, context: int, 
         norm,
         *(product(torch.zeros(len(bias), hidden), bias) for bias in (query, key, value)),
         product(torch.eye(hidden), None),
+        False,
         None,
         attention,
         dim,
         dim,
-        norm,
-        None,
+        _native.FeedStep(norm, None, None, None),
     )
     before = [drawn(1, KV_HEADS, context, dim).mul(0.3 + i).to(dtype) for i in range(2)]
     keys, values = map(packed, before)
     residual, normed = torch.empty_like(zeros), torch.empty_like(zeros)
     head = context * row_bytes(dim)
     step.normalise(
-        zeros.data_ptr(), ones.data_ptr(), none.data_ptr(), keys.data_ptr(), head,
-        values.data_ptr(), head, context - 1, True, residual.data_ptr(), normed.data_ptr(),
+        zeros.data_ptr(), ones.data_ptr(), none.data_ptr(),
+        [(keys.data_ptr(), head, values.data_ptr(), head, context - 1, True)],
+        residual.data_ptr(), normed.data_ptr(),
     )  # fmt: skip
     for new, rows in ((key, keys), (value, values)):
         appended = packed(new.to(dtype).reshape(1, KV_HEADS, 1, dim))

@@ -20,6 +20,7 @@ from moechat.models.threads import one_thread
 _POSITIONS = 256  # per table
 # Kept at a time: those of answers that are decoded together, each at a position of its own.
 _TABLES = 20
+_DIMENSIONS = 3  # of positions in a pass of a model for texts and images
 # Kinds whose frequencies do not depend on the length of the context.
 _STEADY = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -35,7 +36,7 @@ def recognise_angles(module: Any) -> Angles | None:
         return None
     if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
-    ours = tabled_angles(module)
+    ours, broadcasts = tabled_angles(module, broadcasts=False), True
     with probing() as generator:
         for dtype in (torch.float32, torch.bfloat16):
             x, other = torch.randn((2, 1, 1, 8), generator=generator).to(dtype)
@@ -48,19 +49,36 @@ def recognise_angles(module: Any) -> Angles | None:
                     return None
                 if type(wanted) is not tuple or len(wanted) != 2 or not all(map(close, found, wanted)):
                     return None
-    return ours
+                broadcasts = broadcasts and _same(module, x, at.expand(_DIMENSIONS, 1, 1), wanted)
+    return tabled_angles(module, broadcasts=broadcasts)
 
 
-def tabled_angles(module: nn.Module) -> Angles:
-    """The ``forward`` of ``module`` with a table for passes of one token."""
+def _same(module: nn.Module, x: torch.Tensor, at: torch.Tensor, wanted: tuple[torch.Tensor, ...]) -> bool:
+    try:
+        found = module(x, at)
+    except Exception:  # it takes one dimension of positions
+        return False
+    return type(found) is tuple and len(found) == len(wanted) and all(map(close, found, wanted))
+
+
+def tabled_angles(module: nn.Module, *, broadcasts: bool) -> Angles:
+    """The ``forward`` of ``module`` with a table for passes of one token.
+
+    Args:
+        module: Its cosines and sines depend only on each position.
+        broadcasts: With equal positions in several dimensions, ``[dimensions, 1, 1]``, they are those of one.
+    """
     own = module.forward
     tables: dict[tuple[torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         dtype = x.dtype
-        if position_ids.numel() != 1 or dtype not in ELEMENTS or not (x.is_cpu and position_ids.is_cpu):
+        if dtype not in ELEMENTS or not (x.is_cpu and position_ids.is_cpu):
             return own(x, position_ids)
-        table, row = divmod(int(position_ids), _POSITIONS)
+        position = _position(position_ids, broadcasts)
+        if position is None:
+            return own(x, position_ids)
+        table, row = divmod(position, _POSITIONS)
         found = tables.get((dtype, table))
         if found is None:
             while len(tables) >= _TABLES:
@@ -73,6 +91,16 @@ def tabled_angles(module: nn.Module) -> Angles:
         return cos.narrow(1, row, 1), sin.narrow(1, row, 1)
 
     return forward
+
+
+def _position(position_ids: torch.Tensor, several: bool) -> int | None:
+    """The position of the only token, ``[1, 1]``, or of ``several`` equal ones, ``[dimensions, 1, 1]``."""
+    if position_ids.numel() == 1:
+        return int(position_ids)
+    if not several or position_ids.ndim != 3 or position_ids.shape[1:] != (1, 1):
+        return None
+    first, *others = position_ids.flatten().tolist()
+    return first if all(other == first for other in others) else None
 
 
 def angle_counts(model: nn.Module) -> set[int]:

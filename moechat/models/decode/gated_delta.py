@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.state_layer import StateLayer
@@ -134,7 +134,10 @@ class GatedDelta:
         float32; ``None``: before the first token, or of another shape.
         """
         layers = getattr(cache, "layers", ())
-        layer = layers[self.index] if self.index < len(layers) else None
+        return self.states_in(layers[self.index]) if self.index < len(layers) else None
+
+    def states_in(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`states_of`, of the layer of a cache."""
         if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:
             return None
         before, state = layer.conv_states[0], layer.recurrent_states[0]

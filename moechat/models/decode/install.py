@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from moechat.models.decode import attention, delta_layer
+from moechat.models.decode import attention
 from moechat.models.decode.angles import angle_count, recognise_angles
-from moechat.models.decode.delta_layer import find_delta_layer
 from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
+from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
-from moechat.models.decode.layer_check import agrees, layer_kind
-from moechat.models.decode.layers import native_part, recognise_layer
-from moechat.models.decode.native_delta import native_delta, native_delta_layer
+from moechat.models.decode.layer_check import agrees
+from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layers import attention_step
+from moechat.models.decode.native_delta import delta_step, native_delta
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
-from moechat.models.decode.routers import native_router, recognise_router
-from moechat.models.decode.shared_expert import recognise_mlps
+from moechat.models.decode.routers import Rule, native_router, recognise_router
+from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
+from moechat.models.decode.wiring import ATTENTION, LINEAR_ATTENTION
 
 _MISSING = object()
+
+Forward = Callable[..., Any]
 
 
 @dataclass
@@ -40,10 +44,8 @@ class NativeModules:
         latent: Attention modules whose latent cache is not expanded.
         deltas: Linear attention by the gated delta rule.
         mlps: Gated feed-forward parts.
-        delta_layers: Decoder layers with such linear attention whose step, up to their feed-forward part, is
-            one native call.
         routers: Routers.
-        layers: Decoder layers whose step, up to their experts, is one native call.
+        layers: Decoder layers whose step, up to their experts or feed-forward part, is one native call.
         whole: Whether a pass of one token skips transformers' code between the layers too.
         attention: Whether native attention is installed.
         together: Passes of a token for each of several attention caches, where ``whole``.
@@ -55,7 +57,6 @@ class NativeModules:
     latent: list[str] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
-    delta_layers: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     attention: bool = False
@@ -91,34 +92,43 @@ def install_native_modules(model: Any) -> NativeModules:
     """
     done = NativeModules()
     norms: dict[nn.Module, Norm] = {}
-    for name, module in model.named_modules():
+    rules: dict[nn.Module, Rule] = {}
+    rotary: dict[nn.Module, Any] = {}
+    tables: dict[nn.Module, Forward] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
         if (norm := recognise_norm(module)) is not None:
-            done.replace(module, native_norm(module, norm))
-            done.norms.append(name)
             norms[module] = norm
+            done.norms.append(name)
         elif (rule := recognise_router(module)) is not None:
-            done.replace(module, native_router(module, rule))
+            rules[module] = rule
             done.routers.append(name)
         elif (angles := recognise_angles(module)) is not None:
-            done.replace(module, angles)
+            tables[module] = angles
             done.angles.append(name)
         elif (rotate := recognise_rotary(module)) is not None:
-            done.replace(module, with_rotary(module, rotate))
+            rotary[module] = rotate
             done.rotary.append(name)
-    names = {module: name for name, module in model.named_modules()}
-    deltas = recognise_gated_deltas(model)
+    # What has several parts is recognised before any of these is replaced.
+    deltas, mlps = recognise_gated_deltas(model), recognise_mlps(model)
+    blocks = recognise_shared_blocks(model, mlps, rules)
+    known = recognise_known_layers(model, norms, rules, rotary, deltas)
+    for module, forward in tables.items():
+        done.replace(module, forward)
+    for module, norm in norms.items():
+        done.replace(module, native_norm(module, norm))
+    for module, rule in rules.items():
+        done.replace(module, native_router(module, rule))
+    for module, rotate in rotary.items():
+        done.replace(module, with_rotary(module, rotate))
     for module, delta in deltas.items():
-        forward = native_delta(delta)
-        if forward is not None:
-            done.replace(module, forward)
+        if (native := native_delta(delta)) is not None:
+            done.replace(module, native)
             done.deltas.append(names[module])
-    for module, mlp in recognise_mlps(model).items():
-        forward = native_mlp(mlp)
-        if forward is not None:
-            done.replace(module, forward)
+    for module, mlp in mlps.items():
+        if (native := native_mlp(mlp)) is not None:
+            done.replace(module, native)
             done.mlps.append(names[module])
-    if deltas:
-        _install_delta_layers(done, names, norms, deltas)
     attention.register()
     config = model.config
     before = config._attn_implementation
@@ -132,49 +142,34 @@ def install_native_modules(model: Any) -> NativeModules:
             if latent is not None:
                 _disable_expansion(done, module, latent)
                 done.latent.append(name)
-        _install_layers(done, model)
+    _install_layers(done, model, names, known, deltas, blocks)
     return done
 
 
-def _install_delta_layers(
+def _install_layers(
     done: NativeModules,
+    model: Any,
     names: Mapping[nn.Module, str],
-    norms: Mapping[nn.Module, Norm],
+    known: Collection[nn.Module],
     deltas: Mapping[nn.Module, GatedDelta],
+    blocks: Mapping[nn.Module, SharedBlock],
 ) -> None:
+    # The number of angles of a layer is only known from its arguments.
+    counts = {angle_count(model.get_submodule(name)) for name in done.angles}
+    angles = next(iter(counts)) if len(counts) == 1 and done.attention else 0
     tried: dict[Any, bool] = {}
     for module, name in names.items():
-        # Its feed-forward part stays a module, whatever it has.
-        found = find_delta_layer(module, norms, (), deltas)
-        if found is None:
+        step = None
+        if hasattr(module, LINEAR_ATTENTION):
+            step = delta_step(module, deltas, blocks)
+        elif hasattr(module, ATTENTION) and angles:
+            step = attention_step(module, angles, blocks)
+        if step is None:
             continue
-        parts = [native_part(norm) for norm in (found.wiring.before, found.wiring.after)]
-        forward = native_delta_layer(module, found, parts)
-        if forward is None:
-            continue
+        forward = step.forward(module)
         kind = layer_kind(module)
         if kind not in tried:
-            tried[kind] = delta_layer.agrees(module, found, None)
-        if tried[kind]:
-            done.replace(module, forward)
-            done.delta_layers.append(name)
-
-
-def _install_layers(done: NativeModules, model: Any) -> None:
-    counts = {angle_count(model.get_submodule(name)) for name in done.angles}
-    if len(counts) != 1:
-        return  # the number of angles of a layer is only known from its arguments
-    (angles,) = counts
-    tried: dict[Any, bool] = {}
-    for name, module in model.named_modules():
-        if not hasattr(module, "self_attn"):
-            continue
-        forward = recognise_layer(module, angles)
-        if forward is None:
-            continue
-        kind = layer_kind(module)
-        if kind not in tried:
-            tried[kind] = agrees(module, forward)
+            tried[kind] = (step.exact or module in known) and agrees(module, forward)
         if tried[kind]:
             done.replace(module, forward)
             done.layers.append(name)

@@ -1,6 +1,8 @@
-"""Compares the native step of a decoder layer with the layer itself, bitwise.
+"""Compares the native step of a decoder layer with the layer itself.
 
-Layers that differ only in their weights are of one kind, and one layer of each kind is compared.
+Layers that differ only in their weights are of one kind, and one layer of each kind is compared: bitwise if
+the step is exact. Else its structure is compared too, see :mod:`moechat.models.decode.known_layers`, since
+small parts are not seen in a sum that is rounded.
 """
 
 from __future__ import annotations
@@ -14,34 +16,15 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat.models.cache_layers import ReservedLayer
-from moechat.models.decode.layers import Forward, LayerParts
-from moechat.models.decode.probe import probing
+from moechat.models.cache_states import tensors_of
+from moechat.models.decode.native_step import Forward, NativeStep
+from moechat.models.decode.probe import close, probing
 from moechat.models.experts_interface import is_experts_module
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 _PROBES = 3
 _PROBE_KEYS = 5
-
-
-def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for layers that differ only in their weights and index."""
-
-    def plain(module: nn.Module) -> tuple[Any, ...]:
-        values = sorted(
-            (name, repr(value))
-            for name, value in vars(module).items()
-            if type(value) in (bool, int, float, str, tuple, type(None)) and name != "layer_idx"
-        )
-        tensors = [
-            (name, tuple(tensor.shape), tensor.dtype)
-            for holder in (module._parameters, module._buffers)
-            for name, tensor in holder.items()
-            if tensor is not None
-        ]
-        rule = getattr(vars(module).get("forward"), "__dict__", {}).get("rule")
-        return (type(module), tuple(values), tuple(tensors), repr(rule))
-
-    return tuple((name, plain(module)) for name, module in layer.named_modules())
+_SEED = 4099
 
 
 class _StubExperts:
@@ -54,11 +37,9 @@ class _StubExperts:
 
 def agrees(layer: Any, ours: Forward) -> bool:
     """Whether ``ours`` and ``layer`` have the same results and cache contents for random tokens."""
-    parts: LayerParts = ours.__dict__["kept"].parts
-    weight = parts.before.weight
-    assert isinstance(weight, torch.Tensor)
+    native: NativeStep = ours.__dict__["kept"]
     with stub_experts(layer), probing() as generator:
-        return _same(layer.forward, ours, parts, weight, generator)
+        return _same(layer.forward, ours, native, generator)
 
 
 @contextmanager
@@ -74,25 +55,16 @@ def stub_experts(module: nn.Module) -> Iterator[None]:
             vars(part)[EXPERTS_RUNNER] = runner
 
 
-def _same(
-    theirs: Forward, ours: Forward, parts: LayerParts, weight: torch.Tensor, generator: torch.Generator
-) -> bool:
-    dtype, hidden_size = weight.dtype, weight.shape[0]
-    attention, index = parts.attention, parts.attention.layer_idx
-    kv_heads = attention.k_proj.out_features // attention.head_dim
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
-
-    caches = [DynamicCache(), DynamicCache()]
+def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.Generator) -> bool:
+    dtype, index, angles = native.dtype, native.index, native.angles or 2
+    caches: list[Any] = [DynamicCache(), DynamicCache()]
     for cache in caches:
-        cache.layers = [ReservedLayer(_PROBE_KEYS + _PROBES) for _ in range(index + 1)]
-    start = [normal(1, kv_heads, _PROBE_KEYS, attention.head_dim) for _ in range(2)]
-    for cache in caches:
-        cache.layers[index].update(*start)
+        slot = native.first_slot(_PROBE_KEYS, torch.Generator().manual_seed(_SEED))
+        cache.layers = [*(ReservedLayer(1) for _ in range(index)), slot]
     scale = 1.0
     for _ in range(_PROBES):
-        hidden, angle = normal(1, 1, hidden_size) * scale, torch.rand(parts.angles, generator=generator) * 6
+        hidden = (torch.randn((1, 1, native.hidden_size), generator=generator) * scale).to(dtype)
+        angle = torch.rand(angles, generator=generator) * 6
         results = []
         for forward, cache in zip((theirs, ours), caches, strict=True):
             try:
@@ -109,9 +81,8 @@ def _same(
                 return False
             if not isinstance(result, torch.Tensor):
                 return False
-            layer = cache.layers[index]
-            results.append([result, layer.keys, layer.values])
-        if not all(map(torch.equal, *results)):
+            results.append([result, *(rows.clone() for rows in tensors_of(cache.layers[index]))])
+        if not all(map(torch.equal if native.exact else close, *results)):
             return False
-        scale *= 30
+        scale *= 30 if native.exact else 0.1
     return True

@@ -1,18 +1,21 @@
-"""A native ``forward`` for linear attention by the gated delta rule, for one token on the CPU."""
+"""Linear attention by the gated delta rule for one token on the CPU, alone and as a layer's native step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from moechat import _native
-from moechat.models.decode.delta_layer import DeltaLayer
 from moechat.models.decode.gated_delta import GatedDelta
+from moechat.models.decode.native_step import NativeStep, native_feed, native_part
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.products import native_products
-from moechat.models.decode.wiring import only_known_arguments
+from moechat.models.decode.shared_expert import SharedBlock
+from moechat.models.decode.wiring import LINEAR_ATTENTION, only_known_arguments, recognise_wiring
+from moechat.models.state_layer import StateLayer
 
 Forward = Callable[..., Any]
 _States = tuple[torch.Tensor, torch.Tensor]
@@ -42,40 +45,67 @@ def native_delta(delta: GatedDelta) -> Forward | None:
     return forward
 
 
-def native_delta_layer(layer: Any, found: DeltaLayer, norms: Sequence[_native.RmsNorm]) -> Forward | None:
-    """A ``forward`` for a decoder layer with such linear attention; ``None`` if its mixer is no native call.
+def delta_step(
+    layer: Any, deltas: Mapping[nn.Module, GatedDelta], blocks: Mapping[nn.Module, SharedBlock]
+) -> NativeStep | None:
+    """The native step of a decoder layer with such linear attention; ``None`` if its parts are not native.
+
+    The result still has to be verified by :func:`moechat.models.decode.layer_check.agrees`.
 
     Args:
-        layer: The layer; :func:`native_delta` has the ``forward`` of its mixer.
-        found: Its parts.
-        norms: Natively: before linear attention, and behind it.
+        layer: Any module.
+        deltas: Those of the model; :func:`native_delta` has the ``forward`` of each.
+        blocks: Those of the model that have a shared expert.
     """
-    wiring, delta = found.wiring, found.delta
-    mixer = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
-    if mixer is None:
+    routes = lambda module: isinstance(native_part(module), _native.Routing)  # noqa: E731
+    wiring = recognise_wiring(layer, routes, LINEAR_ATTENTION)
+    if wiring is None or (delta := deltas.get(wiring.attention)) is None:
         return None
-    before, after = norms
-    run = _native.DeltaStep(before, mixer, after)
-    own, hooks, mlp, states_for = layer.forward, wiring.hooks(), wiring.mlp, _states_for(delta)
+    mixer = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
+    before = native_part(wiring.before)
+    if mixer is None or not isinstance(before, _native.RmsNorm):
+        return None
+    try:
+        feed = native_feed(wiring, blocks.get(wiring.mlp))
+        if feed is None:
+            return None
+        run = _native.DeltaStep(before, mixer, feed.run)
+    except ValueError:  # the shapes of the parts do not match
+        return None
+    dtype, hidden_size = delta.parameters()[0].dtype, delta.projections[0].in_features
 
-    def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        states = states_for(hidden_states, named.get("past_key_values"))
-        if (
-            states is None
-            or rest
-            or named.get("attention_mask") is not None
-            or any(hooks)
-            or not only_known_arguments(named)
-        ):
-            return own(hidden_states, *rest, **named)
-        residual, normed = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
-        held, state = states
-        at = hidden_states.data_ptr(), held.data_ptr(), state.data_ptr()
-        run(*at, residual.data_ptr(), normed.data_ptr())
-        out = mlp(normed)
-        return residual + (out[0] if isinstance(out, tuple) else out)
+    def first_slot(_: int, generator: torch.Generator) -> StateLayer:
+        slot = StateLayer()
+        before, state = delta.first_states(delta.parameters()[0])
+        drawn = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in (before, state)]
+        slot.update_conv_state(drawn[0], conv_kernel_size=delta.taps)
+        slot.update_recurrent_state(drawn[1])
+        return slot
 
-    return forward
+    finish, empty_like, states_in = feed.finish(run, hidden_size, dtype), torch.empty_like, delta.states_in
+
+    def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
+        places = []
+        for slot in slots:
+            states = states_in(slot)
+            if states is None or states[0].dtype is not dtype:
+                return None
+            places.append((states[0].data_ptr(), states[1].data_ptr()))
+        return finish((hidden.data_ptr(), places), empty_like(hidden))
+
+    return NativeStep(
+        wiring=wiring,
+        feed=feed,
+        run=run,
+        dtype=dtype,
+        hidden_size=hidden_size,
+        angles=0,
+        index=delta.index,
+        slots=(StateLayer,),
+        exact=feed.exact,
+        decode=decode,
+        first_slot=first_slot,
+    )
 
 
 def _states_for(delta: GatedDelta) -> Callable[[torch.Tensor, Any], _States | None]:

@@ -42,4 +42,5 @@ def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
         run(x.data_ptr(), tokens, out.data_ptr())
         return out
 
+    forward.__dict__["run"] = run
     return forward

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import nn
+
 from moechat import _native
 from moechat.models.linear import PackedLinear, StoredLinear
 
@@ -15,3 +18,17 @@ def native_products(modules: Iterable[Any]) -> list[_native.DenseProduct] | None
     if not all(isinstance(module, StoredLinear | PackedLinear) for module in found):
         return None
     return [module.product() for module in found]
+
+
+def row_product(module: nn.Module) -> _native.DenseProduct | None:
+    """The product of a layer with few rows, which is also left as torch has it; ``None`` as above."""
+    products = native_products([module])
+    if products is not None:
+        return products[0]
+    weight = module._parameters.get("weight")
+    if type(module) is not nn.Linear or weight is None or module.bias is not None:
+        return None
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not (weight.is_cpu and weight.is_contiguous()):
+        return None
+    words = weight.detach().view(torch.int16).numpy().view("uint16")
+    return _native.rows16_product(words, weight.dtype is torch.float16, None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moechat.models.decode.layer_check import layer_kind
+from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections

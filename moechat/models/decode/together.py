@@ -11,7 +11,6 @@ depend on other tokens of the call. A trial compares both ways when the first su
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -19,18 +18,15 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
-from moechat.models.decode.layer_check import layer_kind, stub_experts
-from moechat.models.decode.layers import NativeStep
+from moechat.models.cache_states import tensors_of
+from moechat.models.decode.layer_check import stub_experts
+from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.native_step import NativeStep, one_of_each
 from moechat.models.decode.probe import FEW_TOKENS, probing
-from moechat.models.skeleton import EXPERTS_RUNNER
 
 # Numbers of tokens in the passes of the trial, and most tokens that a conversation has before them.
 _TRIAL_TOKENS = (2, 3, 5, FEW_TOKENS, _native.MOST_STEP_TOKENS)
 _TRIAL_HELD = 4
-
-# (hidden states [1, tokens, hidden], layers of the caches, cosines, sines) -> hidden states.
-_DecodeEach = Callable[[torch.Tensor, list[Any], torch.Tensor, torch.Tensor], "torch.Tensor | None"]
 
 
 class TogetherPass:
@@ -56,12 +52,11 @@ class TogetherPass:
         new_cache: Callable[[int], Any],
     ) -> None:
         self._model = model
-        inputs: dict[tuple[int, int], _Inputs] = {}
-        self._pairs = [(layer, step, _decode_each(step, _Inputs.of(step, inputs))) for layer, step in pairs]
+        self._pairs = list(pairs)
         self._supports = supports
         self._new_cache = new_cache
         # The family's own code of a feed-forward part has native routers for few tokens only.
-        plain = all(step.parts.experts is not None for _, step in pairs)
+        plain = all(step.feed.experts is not None for _, step in pairs)
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
         self._usable: bool | None = None
         self._by_rows = False  # other products compute each token on its own
@@ -91,7 +86,7 @@ class TogetherPass:
         self,
         tokens: Sequence[int],
         caches: Sequence[Any],
-        pairs: Sequence[tuple[Any, NativeStep, _DecodeEach]],
+        pairs: Sequence[tuple[Any, NativeStep]],
     ) -> torch.Tensor | None:
         base = self._model.model
         hidden = base.embed_tokens(torch.tensor([list(tokens)]))
@@ -100,12 +95,12 @@ class TogetherPass:
             return None
         cos, sin = (torch.cat(rows, dim=1).contiguous() for rows in zip(*each, strict=True))
         hidden = hidden.contiguous()
-        if not pairs[0][1].takes(hidden[:, :1], each[0]) or hidden.dtype is not cos.dtype:
+        if not all(step.takes(hidden[:, :1], each[0]) for step in one_of_each(pairs)):
             return None
         self._by_rows = True
         try:
-            for number, (layer, _, decode) in enumerate(pairs):
-                out = decode(hidden, [cache.layers[number] for cache in caches], cos, sin)
+            for number, (layer, step) in enumerate(pairs):
+                out = step.decode(hidden, [cache.layers[number] for cache in caches], cos, sin)
                 if out is None:
                     out = torch.cat(
                         [
@@ -127,7 +122,7 @@ class TogetherPass:
 
     def _divide_products(self) -> None:
         """Let torch's products compute one token at a time in these passes."""
-        parts = [part for _, step, _ in self._pairs for part in step.parts.mlp.modules()]
+        parts = [part for _, step in self._pairs for part in step.wiring.mlp.modules()]
         for module in (self._model.lm_head, *parts):
             if isinstance(module, nn.Linear):
                 module.__dict__["forward"] = wraps(module.forward)(self._divided(module.forward))
@@ -145,12 +140,12 @@ class TogetherPass:
         """Whether both ways give the same logits and caches, bit by bit, for random tokens, with stub experts
         and the first layers: so many that each kind of layer is among them.
         """
-        kinds = [layer_kind(layer) for layer, _, _ in self._pairs]
+        kinds = [layer_kind(layer) for layer, _ in self._pairs]
         pairs = self._pairs[: max(map(kinds.index, kinds)) + 1]
         base = self._model.model
         before = base.layers
         with stub_experts(self._model), probing() as generator:
-            base.layers = nn.ModuleList([layer for layer, _, _ in pairs])
+            base.layers = nn.ModuleList([layer for layer, _ in pairs])
             try:
                 return self._same(pairs, generator)
             except Exception:  # the family's code needs more than the trial has
@@ -158,7 +153,7 @@ class TogetherPass:
             finally:
                 base.layers = before
 
-    def _same(self, pairs: Sequence[tuple[Any, NativeStep, _DecodeEach]], generator: torch.Generator) -> bool:
+    def _same(self, pairs: Sequence[tuple[Any, NativeStep]], generator: torch.Generator) -> bool:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         ids = torch.randint(
             vocabulary, (self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)), generator=generator
@@ -182,70 +177,4 @@ class TogetherPass:
             if found is None or not torch.equal(found, torch.cat(wanted)):
                 return False
         layers = [slots for pair in caches for slots in zip(*(cache.layers for cache in pair), strict=True)]
-        return all(
-            torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
-            for ours, theirs in layers
-        )
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Inputs of the experts of a layer, overwritten by the next one.
-
-    Attributes:
-        x: float32 ``[most, hidden]``.
-        index: int64 ``[most, chosen]``.
-        weights: float32 ``[most, chosen]``.
-    """
-
-    x: torch.Tensor
-    index: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def of(cls, native: NativeStep, known: dict[tuple[int, int], _Inputs]) -> _Inputs:
-        """Those of a layer, shared by all layers of the same sizes."""
-        router, hidden = native.parts.router, native.step.hidden_size
-        chosen = 0 if router is None else vars(router)["forward"].chosen
-        if (hidden, chosen) not in known:
-            most = _native.MOST_STEP_TOKENS
-            # Inference tensors could not be used in other passes.
-            with torch.inference_mode(False):
-                known[hidden, chosen] = cls(
-                    torch.empty((most, hidden), dtype=torch.float32),
-                    torch.empty((most, chosen), dtype=torch.int64),
-                    torch.empty((most, chosen), dtype=torch.float32),
-                )
-        return known[hidden, chosen]
-
-
-def _decode_each(native: NativeStep, inputs: _Inputs) -> _DecodeEach:
-    """As :attr:`NativeStep.decode`, for a token of each of several caches."""
-    parts, step = native.parts, native.step
-    route, normalise, add = step.run.route_each, step.run.normalise_each, step.run.add
-    dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
-    mlp, experts = parts.mlp, parts.experts
-    empty = torch.empty
-
-    def decode(hidden: torch.Tensor, slots: list[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not all(
-            type(slot) in (ReservedLayer, WindowLayer) and slot.takes_token(kv_heads, dim, dtype)
-            for slot in slots
-        ):
-            return None
-        places = [slot.append_place(kv_heads, dim, dtype) for slot in slots]
-        tokens = len(places)
-        residual = empty((1, tokens, hidden_size), dtype=dtype)
-        at = (hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places, residual.data_ptr())
-        if experts is None:
-            normed = empty((1, tokens, hidden_size), dtype=dtype)
-            normalise(*at, normed.data_ptr())
-            out = mlp(normed)
-            return residual + (out[0] if isinstance(out, tuple) else out)
-        x, index, weights = inputs.x[:tokens], inputs.index[:tokens], inputs.weights[:tokens]
-        route(*at, x.data_ptr(), index.data_ptr(), weights.data_ptr())
-        summed = vars(experts)[EXPERTS_RUNNER].forward(x, index, weights)
-        add(summed.data_ptr(), residual.data_ptr(), tokens)
-        return residual
-
-    return decode
+        return all(all(map(torch.equal, tensors_of(ours), tensors_of(theirs))) for ours, theirs in layers)

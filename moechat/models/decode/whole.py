@@ -19,10 +19,12 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.layer_check import stub_experts
-from moechat.models.decode.layers import NativeStep
+from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.native_step import NativeStep, one_of_each
 from moechat.models.decode.probe import probing
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.wiring import MODEL_WRAPPERS, only_calls_layers, uses_only
+from moechat.models.state_layer import StateLayer
 
 # Names in the forward of a causal language model: its parts, the loss, and the fields of its output.
 _MODEL_NAMES = frozenset(
@@ -36,7 +38,6 @@ _MODEL_NAMES = frozenset(
     }
 )
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
-_PROBE_LAYERS = 2
 _PROBE_TOKENS = 3
 
 Forward = Callable[..., Any]
@@ -67,12 +68,14 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
         if not isinstance(step, NativeStep):
             return None
         pairs.append((layer, step))
-    slots = _slots(model.config, len(pairs))
+    slots = _slots(model.config, [step for _, step in pairs])
     if not pairs or len(pairs) != model.config.num_hidden_layers or len(slots) != len(pairs):
         return None
     if getattr(model.config, "output_router_logits", False):
         return None
-    if not _agrees(model, pairs[:_PROBE_LAYERS], slots[:_PROBE_LAYERS]):
+    kinds = list(map(layer_kind, layers))
+    first = max(map(kinds.index, kinds)) + 1  # each kind is among so many
+    if not _agrees(model, pairs[:first], slots[:first]):
         return None
     together = TogetherPass(
         model, pairs, _supports(model, pairs, slots), lambda tokens: _trial_cache(model, slots, tokens)
@@ -89,15 +92,18 @@ def _with(own: Forward, decode: Forward) -> Forward:
     return forward
 
 
-def _slots(config: Any, layers: int) -> list[tuple[type, ...]]:
+def _slots(config: Any, steps: list[NativeStep]) -> list[tuple[type, ...]]:
     """Types of a cache's layers with which the only new token attends to all keys, so that no mask is needed.
 
     The cache of a layer with a sliding window must drop the keys that have left it.
     """
     windowed = bool(getattr(config, "sliding_window", None))
     each = "sliding_attention" if windowed else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [each] * layers
-    return [(ReservedLayer, WindowLayer) if kind == "full_attention" else (WindowLayer,) for kind in kinds]
+    kinds = getattr(config, "layer_types", None) or [each] * len(steps)
+    return [
+        tuple(slot for slot in step.slots if slot is not ReservedLayer or kind == "full_attention")
+        for kind, step in zip(kinds, steps, strict=False)
+    ]
 
 
 def _supports(
@@ -110,7 +116,7 @@ def _supports(
         found
         for module in (*modules, *(layer for layer, _ in pairs))
         for found in (module._forward_pre_hooks, module._forward_hooks)
-    ) + tuple(found for _, step in pairs for found in step.parts.hooks())
+    ) + tuple(found for _, step in pairs for found in step.hooks())
 
     def supports(cache: Any) -> bool:
         return (
@@ -125,11 +131,15 @@ def _supports(
 
 def _trial_cache(model: Any, slots: list[tuple[type, ...]], tokens: int) -> DynamicCache:
     """A cache for so many tokens, with layers of the types that native steps take."""
+
+    def layer(allowed: tuple[type, ...]) -> Any:
+        if StateLayer in allowed:
+            return StateLayer()
+        return ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(window, 1)
+
+    window: Any = getattr(model.config, "sliding_window", None)
     cache = DynamicCache()
-    cache.layers = [
-        ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(model.config.sliding_window, 1)
-        for allowed in slots
-    ]
+    cache.layers = list(map(layer, slots))
     return cache
 
 
@@ -139,7 +149,7 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
     """
     base, head = model.model, model.lm_head
     embed, angles_of, norm = base.embed_tokens, base.rotary_emb, base.norm
-    first = pairs[0][1]
+    first = one_of_each(pairs)
     takes_cache = _supports(model, pairs, slots)
 
     def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
@@ -159,10 +169,10 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
             return None
         hidden = embed(input_ids)
         angles = angles_of(hidden, torch.tensor([[cache.get_seq_length()]]))
-        if not first.takes(hidden, angles):
+        if not all(step.takes(hidden, angles) for step in first):
             return None
         for (layer, step), slot in zip(pairs, cache.layers, strict=True):
-            out = step.decode(hidden, slot, *angles)
+            out = step.decode(hidden, (slot,), *angles)
             if out is None:
                 out = layer(hidden, past_key_values=cache, position_embeddings=angles, use_cache=True)
             hidden = out

@@ -1,5 +1,5 @@
-// Python bindings of a decoder layer's step. Callers pass addresses of memory that they have checked, as for
-// its parts (decode.cc).
+// Python bindings of the steps of decoder layers. Callers pass addresses of memory that they have checked, as
+// for its parts (decode.cc).
 #include "kernels/decode/layer_step.h"
 
 #include <pybind11/numpy.h>
@@ -19,7 +19,8 @@
 #include "bindings/bindings.h"
 #include "bindings/decode_parts.h"
 #include "bindings/gil.h"
-#include "kernels/decode/token_parts.h"
+#include "kernels/decode/delta_step.h"
+#include "kernels/decode/feed_step.h"
 
 namespace moechat {
 namespace {
@@ -75,75 +76,124 @@ std::vector<CachePlace> cache_places(const std::vector<Place>& places) {
   return found;
 }
 
-// A step and the products that it uses.
-struct Step {
-  LayerStep task;
+struct Mlp {
+  GatedMlp task;
   std::vector<Product> kept;
-  std::shared_ptr<StepTimes> times;  // where task.times points, while measured
 
-  void require_router(bool wanted) const {
-    if (task.routes != wanted) refuse(task.routes ? "this step has a router" : "this step has no router");
-  }
-  void call(const LayerStepCall& own) const {
-    for (std::int64_t token = 0; token < own.tokens; ++token) {
-      if (own.places[token].held < 0) refuse("held is negative");
-    }
+  void run(Address x, std::int64_t tokens, Address out) const {
     const ReleaseGil released;
-    layer_step(task, own);
+    gated_mlp(task, at(x), tokens, at(out));
   }
-  void route(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head, Address values,
-             std::int64_t value_head, std::int64_t held, bool packed, Address residual, Address x,
-             Address index, Address weights) const {
-    require_router(true);
-    const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
-    call({1, at(hidden), at(cos), at(sin), &place, at(residual), at<float>(x), at<std::int64_t>(index),
-          at<float>(weights), nullptr});
+};
+
+Mlp make_mlp(const std::string& type, Product gate, Product up, Product down) {
+  Mlp mlp{};
+  mlp.task = {element_type(type), gate.task, up.task, down.task};
+  check_gated_mlp(mlp.task);
+  mlp.kept = {std::move(gate), std::move(up), std::move(down)};
+  return mlp;
+}
+
+// What follows the mixer of a layer.
+struct Feed {
+  FeedStep task;
+  std::vector<Product> kept;
+
+  void add(Address x, Address shared, Address residual, std::int64_t tokens) const {
+    add_experts(task, tokens, at<const float>(x), at(shared), at(residual));
   }
-  void normalise(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head,
-                 Address values, std::int64_t value_head, std::int64_t held, bool packed, Address residual,
-                 Address normed) const {
-    require_router(false);
-    const CachePlace place{at(keys), key_head, at(values), value_head, held, packed};
-    call({1, at(hidden), at(cos), at(sin), &place, at(residual), nullptr, nullptr, nullptr, at(normed)});
+};
+
+Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing, const std::optional<Mlp>& shared,
+               std::optional<Product> gate) {
+  Feed feed{};
+  feed.task.after = after.task;
+  feed.task.routes = routing.has_value();
+  if (routing) {
+    feed.task.routing = routing->task;
+    feed.task.rule = routing->rule;
   }
-  void route_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
-                  Address residual, Address x, Address index, Address weights) const {
-    require_router(true);
-    const auto found = cache_places(places);
-    call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
-          at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
+  feed.task.shares = shared.has_value();
+  if (shared) {
+    feed.task.shared = shared->task;
+    feed.kept = shared->kept;
   }
-  void normalise_each(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
-                      Address residual, Address normed) const {
-    require_router(false);
-    const auto found = cache_places(places);
-    call({static_cast<std::int64_t>(found.size()), at(hidden), at(cos), at(sin), found.data(), at(residual),
-          nullptr, nullptr, nullptr, at(normed)});
+  feed.task.gates = gate.has_value();
+  if (gate) {
+    feed.task.gate = gate->task;
+    feed.kept.push_back(std::move(*gate));
   }
-  void measure(bool on) {
+  check_feed_step(feed.task);
+  return feed;
+}
+
+// The clocks of a step, while measured.
+struct Clocks {
+  std::shared_ptr<StepTimes> times;
+
+  StepTimes* measure(bool on) {
     times = on ? std::make_shared<StepTimes>() : nullptr;
-    task.times = times.get();
+    return times.get();
   }
   py::dict seconds() const {
     py::dict found;
     if (times == nullptr) return found;
     constexpr double kNanosecond = 1e-9;
-    found["norms"] = static_cast<double>(times->norms) * kNanosecond;
-    found["projections"] = static_cast<double>(times->projections) * kNanosecond;
-    found["cache"] = static_cast<double>(times->cache) * kNanosecond;
-    found["attention"] = static_cast<double>(times->attention) * kNanosecond;
-    found["router"] = static_cast<double>(times->router) * kNanosecond;
+    const auto set = [&](const char* name, std::int64_t value) {
+      found[name] = static_cast<double>(value) * kNanosecond;
+    };
+    set("norms", times->norms);
+    set("projections", times->projections);
+    set("cache", times->cache);
+    set("attention", times->attention);
+    set("router", times->router);
+    set("shared", times->shared);
     return found;
-  }
-  void add(Address x, Address residual, std::int64_t tokens) const {
-    add_rounded(task.type, at<const float>(x), tokens * task.hidden, at(residual));
   }
 };
 
+// Where the results of a step go: x, index, weights and shared with a router, else normed.
+FeedRows routed_rows(Address x, Address index, Address weights, Address shared) {
+  return {nullptr, at<float>(x), at<std::int64_t>(index), at<float>(weights), at(shared), nullptr};
+}
+FeedRows normed_rows(Address normed) { return {nullptr, nullptr, nullptr, nullptr, nullptr, at(normed)}; }
+
+void require_router(const FeedStep& feed, bool wanted) {
+  if (feed.routes != wanted) refuse(feed.routes ? "this step has a router" : "this step has no router");
+}
+
+// A layer with attention, and the products that it uses.
+struct Step {
+  LayerStep task;
+  std::vector<Product> kept;
+  Clocks clocks;
+
+  void call(Address hidden, Address cos, Address sin, const std::vector<Place>& given, Address residual,
+            const FeedRows& rows) const {
+    const auto places = cache_places(given);
+    for (const CachePlace& place : places) {
+      if (place.held < 0) refuse("held is negative");
+    }
+    const ReleaseGil released;
+    layer_step(task, {static_cast<std::int64_t>(places.size()), at(hidden), at(cos), at(sin), places.data(),
+                      at(residual), rows});
+  }
+  void route(Address hidden, Address cos, Address sin, const std::vector<Place>& places, Address residual,
+             Address x, Address index, Address weights, Address shared) const {
+    require_router(task.feed, true);
+    call(hidden, cos, sin, places, residual, routed_rows(x, index, weights, shared));
+  }
+  void normalise(Address hidden, Address cos, Address sin, const std::vector<Place>& places, Address residual,
+                 Address normed) const {
+    require_router(task.feed, false);
+    call(hidden, cos, sin, places, residual, normed_rows(normed));
+  }
+  void measure(bool on) { task.times = clocks.measure(on); }
+};
+
 Step make_step(const std::string& type, const Norm& before, Product query, Product key, Product value,
-               Product output, const std::optional<std::pair<Norm, Norm>>& head_norms,
-               const Attention& attention, std::int64_t angles, std::int64_t width, const Norm& after,
-               const std::optional<RouterStep>& routing) {
+               Product output, bool gated, const std::optional<std::pair<Norm, Norm>>& head_norms,
+               const Attention& attention, std::int64_t angles, std::int64_t width, const Feed& feed) {
   Step step{};
   LayerStep& task = step.task;
   task.type = element_type(type);
@@ -153,6 +203,7 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   task.key = key.task;
   task.value = value.task;
   task.output = output.task;
+  task.gated = gated;
   task.norms_heads = head_norms.has_value();
   if (head_norms) {
     task.query_norm = head_norms->first.task;
@@ -161,14 +212,10 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   task.attention = attention.task;
   task.angles = angles;
   task.width = width;
-  task.after = after.task;
-  task.routes = routing.has_value();
-  if (routing) {
-    task.routing = routing->task;
-    task.rule = routing->rule;
-  }
+  task.feed = feed.task;
   check_layer_step(task);
-  step.kept = {std::move(query), std::move(key), std::move(value), std::move(output)};
+  step.kept = feed.kept;
+  for (Product* product : {&query, &key, &value, &output}) step.kept.push_back(std::move(*product));
   return step;
 }
 
@@ -199,38 +246,42 @@ Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int
   return mixer;
 }
 
+// Addresses of the states of a token: DeltaStates.
+using States = std::pair<Address, Address>;
+
+// A layer with linear attention, and the products that it uses.
 struct MixedStep {
   DeltaStep task;
   std::vector<Product> kept;
+  Clocks clocks;
 
-  void run(Address hidden, Address before, Address state, Address residual, Address normed) const {
+  void call(Address hidden, const std::vector<States>& given, Address residual, const FeedRows& rows) const {
+    std::vector<DeltaStates> states;
+    states.reserve(given.size());
+    for (const auto& [before, state] : given) states.push_back({at(before), at<float>(state)});
     const ReleaseGil released;
-    delta_step(task, at(hidden), at(before), at<float>(state), at(residual), at(normed));
+    delta_step(task,
+               {static_cast<std::int64_t>(states.size()), at(hidden), states.data(), at(residual), rows});
   }
+  void route(Address hidden, const std::vector<States>& states, Address residual, Address x, Address index,
+             Address weights, Address shared) const {
+    require_router(task.feed, true);
+    call(hidden, states, residual, routed_rows(x, index, weights, shared));
+  }
+  void normalise(Address hidden, const std::vector<States>& states, Address residual, Address normed) const {
+    require_router(task.feed, false);
+    call(hidden, states, residual, normed_rows(normed));
+  }
+  void measure(bool on) { task.times = clocks.measure(on); }
 };
 
-MixedStep make_mixed_step(const Norm& before, const Mixer& mixer, const Norm& after) {
-  MixedStep step{{before.task, mixer.task, after.task}, mixer.kept};
+MixedStep make_mixed_step(const Norm& before, const Mixer& mixer, const Feed& feed) {
+  MixedStep step{};
+  step.task = {before.task, mixer.task, feed.task, nullptr};
   check_delta_step(step.task);
+  step.kept = mixer.kept;
+  step.kept.insert(step.kept.end(), feed.kept.begin(), feed.kept.end());
   return step;
-}
-
-struct Mlp {
-  GatedMlp task;
-  std::vector<Product> kept;
-
-  void run(Address x, std::int64_t tokens, Address out) const {
-    const ReleaseGil released;
-    gated_mlp(task, at(x), tokens, at(out));
-  }
-};
-
-Mlp make_mlp(const std::string& type, Product gate, Product up, Product down) {
-  Mlp mlp{};
-  mlp.task = {element_type(type), gate.task, up.task, down.task};
-  check_gated_mlp(mlp.task);
-  mlp.kept = {std::move(gate), std::move(up), std::move(down)};
-  return mlp;
 }
 
 }  // namespace
@@ -241,34 +292,34 @@ void bind_layer_step(py::module_& m) {
         py::arg("activation_bits"));
   m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));
 
+  py::class_<Mlp>(m, "GatedMlp")
+      .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
+      .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
+  py::class_<Feed>(m, "FeedStep")
+      .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"))
+      .def("add", &Feed::add, py::arg("x"), py::arg("shared"), py::arg("residual"), py::arg("tokens"));
+
   py::class_<Mixer>(m, "DeltaMixer")
       .def(py::init(&make_mixer), py::arg("delta"), py::arg("inputs"), py::arg("sources"), py::arg("output"))
       .def("__call__", &Mixer::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
   py::class_<MixedStep>(m, "DeltaStep")
-      .def(py::init(&make_mixed_step), py::arg("before"), py::arg("mixer"), py::arg("after"))
-      .def("__call__", &MixedStep::run, py::arg("hidden"), py::arg("before"), py::arg("state"),
-           py::arg("residual"), py::arg("normed"));
-  py::class_<Mlp>(m, "GatedMlp")
-      .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
-      .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
-
+      .def(py::init(&make_mixed_step), py::arg("before"), py::arg("mixer"), py::arg("feed"))
+      .def("route", &MixedStep::route, py::arg("hidden"), py::arg("states"), py::arg("residual"),
+           py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
+      .def("normalise", &MixedStep::normalise, py::arg("hidden"), py::arg("states"), py::arg("residual"),
+           py::arg("normed"))
+      .def("measure", &MixedStep::measure, py::arg("on"))
+      .def("seconds", [](const MixedStep& step) { return step.clocks.seconds(); });
   py::class_<Step>(m, "LayerStep")
       .def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
-           py::arg("value"), py::arg("output"), py::arg("head_norms"), py::arg("attention"),
-           py::arg("angles"), py::arg("width"), py::arg("after"), py::arg("routing"))
-      .def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
-           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"), py::arg("packed"),
-           py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"))
-      .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
-           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"), py::arg("packed"),
-           py::arg("residual"), py::arg("normed"))
-      .def("measure", &Step::measure, py::arg("on"))
-      .def("seconds", &Step::seconds)
-      .def("route_each", &Step::route_each, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
-           py::arg("places"), py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"))
-      .def("normalise_each", &Step::normalise_each, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
+           py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
+           py::arg("angles"), py::arg("width"), py::arg("feed"))
+      .def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("places"),
+           py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
+      .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
            py::arg("places"), py::arg("residual"), py::arg("normed"))
-      .def("add", &Step::add, py::arg("x"), py::arg("residual"), py::arg("tokens") = 1);
+      .def("measure", &Step::measure, py::arg("on"))
+      .def("seconds", [](const Step& step) { return step.clocks.seconds(); });
   m.attr("MOST_STEP_TOKENS") = kMostStepTokens;
 }
 

@@ -2,98 +2,47 @@
 
 #include <cstddef>
 #include <cstring>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "kernels/decode/step_memory.h"
 #include "kernels/isa/dispatch.h"
-#include "kernels/threads/spin.h"
 
 namespace moechat {
-namespace {
-
-// Adds the time since its last call, or since the start, to a part.
-class Clock {
- public:
-  explicit Clock(StepTimes* times) : times_(times), since_(times == nullptr ? 0 : now_ns()) {}
-  void add(std::int64_t StepTimes::* part) {
-    if (times_ == nullptr) return;
-    const std::int64_t now = now_ns();
-    times_->*part += now - since_;
-    since_ = now;
-  }
-
- private:
-  StepTimes* times_;
-  std::int64_t since_;
-};
-
-void require(bool fits, const char* what) {
-  if (!fits) throw std::invalid_argument(std::string("a layer's step does not fit together: ") + what);
-}
-
-}  // namespace
-
-void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out) {
-  if (product.packed) {
-    LinearCall call{};
-    call.layout = &product.layout;
-    call.data = static_cast<const unsigned char*>(product.weights);
-    call.x = x;
-    call.tokens = tokens;
-    call.bias = product.bias;
-    call.out = out;
-    call.activation_bits = product.activation_bits;
-    linear_forward(call);
-    return;
-  }
-  Rows16Call call{};
-  call.weights = static_cast<const std::uint16_t*>(product.weights);
-  call.rows = product.rows;
-  call.cols = product.cols;
-  call.fp16 = product.fp16;
-  call.x = x;
-  call.tokens = tokens;
-  call.bias = product.bias;
-  call.out = out;
-  rows16_forward(call);
-}
 
 void check_layer_step(const LayerStep& step) {
   const AttendTask& heads = step.attention;
   const std::int64_t query_cols = heads.kv_heads * heads.group * heads.key_dim;
   const std::int64_t key_cols = heads.kv_heads * heads.key_dim;
-  require(heads.type == step.type && step.before.type == step.type && step.after.type == step.type,
-          "the parts have several types");
-  require(heads.tail_dim == 0, "keys in two parts");
-  require(step.before.cols == step.hidden && step.after.cols == step.hidden, "norm and hidden size");
-  require(step.query.cols == step.hidden && step.key.cols == step.hidden && step.value.cols == step.hidden,
-          "projections and hidden size");
-  require(step.query.rows == query_cols && step.key.rows == key_cols, "projections and heads");
-  require(step.value.rows == heads.kv_heads * heads.value_dim, "values and heads");
-  require(
+  const std::int64_t value_cols = heads.kv_heads * heads.group * heads.value_dim;
+  require_fit(heads.type == step.type && step.before.type == step.type && step.feed.after.type == step.type,
+              "the parts have several types");
+  require_fit(heads.tail_dim == 0, "keys in two parts");
+  require_fit(step.before.cols == step.hidden && step.feed.after.cols == step.hidden, "norm and hidden size");
+  require_fit(
+      step.query.cols == step.hidden && step.key.cols == step.hidden && step.value.cols == step.hidden,
+      "projections and hidden size");
+  require_fit(step.query.rows == query_cols + (step.gated ? value_cols : 0) && step.key.rows == key_cols,
+              "projections and heads");
+  require_fit(step.value.rows == heads.kv_heads * heads.value_dim, "values and heads");
+  require_fit(
       step.output.rows == step.hidden && step.output.cols == heads.kv_heads * heads.group * heads.value_dim,
       "output projection and heads");
   if (step.norms_heads) {
-    require(step.query_norm.type == step.type && step.key_norm.type == step.type, "type of a head's norm");
-    require(step.query_norm.cols == heads.key_dim || step.query_norm.cols == query_cols, "norm of queries");
-    require(step.key_norm.cols == heads.key_dim || step.key_norm.cols == key_cols, "norm of keys");
+    require_fit(step.query_norm.type == step.type && step.key_norm.type == step.type,
+                "type of a head's norm");
+    require_fit(step.query_norm.cols == heads.key_dim || step.query_norm.cols == query_cols,
+                "norm of queries");
+    require_fit(step.key_norm.cols == heads.key_dim || step.key_norm.cols == key_cols, "norm of keys");
   }
-  require(step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
-              (step.angles == step.width || 2 * step.angles == step.width),
-          "angles and heads");
-  if (step.routes) {
-    require(step.routing.type == step.type && step.routing.hidden == step.hidden, "router and hidden size");
-  }
+  require_fit(step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
+                  (step.angles == step.width || 2 * step.angles == step.width),
+              "angles and heads");
+  if (step.gated) require_fit(heads.key_dim == heads.value_dim, "gates of heads");
+  check_feed_step(step.feed);
 }
 
 void layer_step(const LayerStep& step, const LayerStepCall& call) {
-  if (call.tokens < 1 || call.tokens > kMostStepTokens) {
-    throw std::invalid_argument("a layer's step takes 1 to " + std::to_string(kMostStepTokens) +
-                                " tokens, not " + std::to_string(call.tokens));
-  }
-  Clock clock(step.times);
+  require_step_tokens(call.tokens);
+  StepClock clock(step.times);
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = step.type;
   const AttendTask& shape = step.attention;
@@ -111,29 +60,30 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   const std::int64_t keys = tokens * key_cols;
   const std::int64_t values = tokens * value_cols;
   const std::int64_t mixes = tokens * mixed_cols;
-  const std::int64_t experts = step.routes ? tokens * step.routing.experts : 0;
-  const std::int64_t chosen = step.routes ? tokens * step.rule.chosen : 0;
+  const std::int64_t gates = step.gated ? mixes : 0;
   const std::int64_t widest = hidden > mixes ? hidden : mixes;
 
-  Arena arena(Arena::bytes_of(hidden * size) + Arena::bytes_of(widest * 4) + Arena::bytes_of(queries * 4) +
-              Arena::bytes_of(keys * 4) + Arena::bytes_of(values * 4) + Arena::bytes_of(hidden * 4) +
-              2 * (Arena::bytes_of(queries * size) + Arena::bytes_of(keys * size)) +
-              Arena::bytes_of(values * size) + Arena::bytes_of(mixes * size) + Arena::bytes_of(experts * 4) +
-              Arena::bytes_of(chosen * 4));
+  Arena arena(
+      Arena::bytes_of(hidden * size) + Arena::bytes_of(widest * 4) + Arena::bytes_of((queries + gates) * 4) +
+      Arena::bytes_of(keys * 4) + Arena::bytes_of(values * 4) + Arena::bytes_of(hidden * 4) +
+      2 * (Arena::bytes_of(queries * size) + Arena::bytes_of(keys * size)) + Arena::bytes_of(values * size) +
+      Arena::bytes_of(mixes * size) + Arena::bytes_of((queries + gates) * size) +
+      Arena::bytes_of(gates * size) + Arena::bytes_of(gates * 4));
   void* rows = arena.take(hidden * size);
   auto* wide = arena.take<float>(widest * 4);
-  auto* query_sums = arena.take<float>(queries * 4);
+  auto* query_sums = arena.take<float>((queries + gates) * 4);
   auto* key_sums = arena.take<float>(keys * 4);
   auto* value_sums = arena.take<float>(values * 4);
   auto* output_sums = arena.take<float>(hidden * 4);
-  void* query = arena.take(queries * size);
+  auto* query = arena.take<unsigned char>(queries * size);
   auto* turned_query = arena.take<unsigned char>(queries * size);
   void* key = arena.take(keys * size);
   auto* turned_key = arena.take<unsigned char>(keys * size);
   auto* value = arena.take<unsigned char>(values * size);
   auto* mixed = arena.take<unsigned char>(mixes * size);
-  void* logits = arena.take(experts * 4);
-  void* narrow_weights = arena.take(chosen * 4);
+  auto* both = arena.take<unsigned char>((queries + gates) * size);  // queries and gates of each head
+  auto* gate_rows = arena.take<unsigned char>(gates * size);
+  auto* gate_values = arena.take<float>(gates * 4);
 
   const auto normalise = [&](const NormTask& norm, const void* x, void* out, std::int64_t elements) {
     NormTask task = norm;
@@ -147,7 +97,16 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   multiply(step.query, wide, tokens, query_sums);
   multiply(step.key, wide, tokens, key_sums);
   multiply(step.value, wide, tokens, value_sums);
-  kernel.narrow(type, query_sums, queries, query);
+  if (step.gated) {
+    kernel.narrow(type, query_sums, queries + gates, both);
+    const std::int64_t bytes = shape.key_dim * size;
+    for (std::int64_t h = 0; h < tokens * heads; ++h) {
+      std::memcpy(query + h * bytes, both + 2 * h * bytes, static_cast<std::size_t>(bytes));
+      std::memcpy(gate_rows + h * bytes, both + (2 * h + 1) * bytes, static_cast<std::size_t>(bytes));
+    }
+  } else {
+    kernel.narrow(type, query_sums, queries, query);
+  }
   kernel.narrow(type, key_sums, keys, key);
   kernel.narrow(type, value_sums, values, value);
   clock.add(&StepTimes::projections);
@@ -219,30 +178,21 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   clock.add(&StepTimes::attention);
 
   kernel.widen(type, mixed, mixes, wide);
+  if (step.gated) {
+    kernel.widen(type, gate_rows, gates, gate_values);
+    rounded_sigmoids(type, gates, gate_values, query_sums, both);
+    for (std::int64_t i = 0; i < gates; ++i) wide[i] *= gate_values[i];
+    kernel.narrow(type, wide, mixes, mixed);
+    kernel.widen(type, mixed, mixes, wide);
+  }
   multiply(step.output, wide, tokens, output_sums);
   std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(hidden * size));
   kernel.add(type, output_sums, hidden, call.residual);
   clock.add(&StepTimes::projections);
 
-  if (!step.routes) {
-    normalise(step.after, call.residual, call.normed, hidden);
-    clock.add(&StepTimes::norms);
-    return;
-  }
-  normalise(step.after, call.residual, rows, hidden);
-  kernel.widen(type, rows, hidden, call.x);
-  clock.add(&StepTimes::norms);
-  RouteTask choice = step.routing;
-  choice.x = rows;
-  choice.tokens = tokens;
-  choice.logits = logits;
-  route(choice, step.rule, call.index, narrow_weights);
-  kernel.widen(step.rule.weight_type, narrow_weights, chosen, call.weights);
-  clock.add(&StepTimes::router);
-}
-
-void add_rounded(ElementType type, const float* x, std::int64_t count, void* out) {
-  kernels().decode->add(type, x, count, out);
+  FeedRows feed = call.rows;
+  feed.residual = call.residual;
+  feed_step(step.feed, tokens, feed, clock);
 }
 
 }  // namespace moechat

@@ -1,6 +1,6 @@
-// Computes the part of a decoder layer before its experts for one decoded token of each of several
-// conversations: norm, projections, norms of heads, rotation, attention cache, attention, output projection,
-// residual, norm, router.
+// Computes a decoder layer with attention, up to its experts, for one decoded token of each of several
+// conversations: norm, projections, norms of heads, rotation, attention cache, attention and its gates,
+// output projection, residual, and what feed_step.h has.
 //
 // A step runs these parts in order and rounds between them to the element type as separate calls would, so
 // its results are bitwise equal to theirs, and those of a token do not depend on the others. It saves the
@@ -11,28 +11,11 @@
 #include <cstdint>
 
 #include "kernels/decode/decode.h"
-#include "kernels/dense/linear.h"
-#include "kernels/dense/rows16.h"
+#include "kernels/decode/feed_step.h"
+#include "kernels/decode/step_product.h"
+#include "kernels/decode/step_times.h"
 
 namespace moechat {
-
-// A dense product: packed (linear.h), or rows of 16-bit floats (rows16.h).
-struct StepProduct {
-  std::int64_t rows;
-  std::int64_t cols;
-  const void* weights;
-  const float* bias;  // [rows] or null
-  bool packed;
-  LinearLayout layout;  // if packed
-  int activation_bits;  // if packed
-  bool fp16;            // format of 16-bit rows: fp16, else bf16
-};
-
-// Nanoseconds in each part, summed over steps, for measurements. `cache`: rotary embedding, and appending
-// keys and values.
-struct StepTimes {
-  std::int64_t norms, projections, cache, attention, router;
-};
 
 // Invariants, which check_layer_step() verifies: products match the sizes of the heads, norms those of their
 // rows.
@@ -40,15 +23,15 @@ struct LayerStep {
   ElementType type;
   std::int64_t hidden;
   NormTask before;  // its x and out are unused, as in all tasks here
+  // If `gated`, `query` gives each head its query and then its gates, whose sigmoids multiply the result of
+  // attention; keys and values have the same size then.
   StepProduct query, key, value, output;
+  bool gated;
   bool norms_heads;  // applies query_norm and key_norm: to each head, or to all heads as one row
   NormTask query_norm, key_norm;
   AttendTask attention;        // type, kv_heads, group, key_dim, value_dim, scale, sinks
   std::int64_t angles, width;  // as RotateTask
-  NormTask after;
-  bool routes;
-  RouteTask routing;
-  RouterRule rule;
+  FeedStep feed;
   StepTimes* times;  // or null: not measured
 };
 
@@ -70,25 +53,12 @@ struct LayerStepCall {
   const void* sin;
   const CachePlace* places;  // [tokens]; no two of them overlap
   void* residual;            // [tokens, hidden], output: hidden plus attention; must not overlap hidden
-  // Outputs of a step with a router: the rows of the norm as float32, experts and weights of the tokens.
-  float* x;             // [tokens, hidden]
-  std::int64_t* index;  // [tokens, chosen]
-  float* weights;       // [tokens, chosen]
-  void* normed;         // [tokens, hidden], output of a step without a router
+  FeedRows rows;             // outputs; its residual is unused
 };
-
-// Most tokens of a step: those of a product with 16-bit rows.
-constexpr std::int64_t kMostStepTokens = kRows16MaxTokens;
 
 // Throws std::invalid_argument if the sizes of the parts do not match.
 void check_layer_step(const LayerStep& step);
 // Throws std::invalid_argument for a wrong number of tokens.
 void layer_step(const LayerStep& step, const LayerStepCall& call);
-
-// out [tokens, rows] from x [tokens, cols]; at most kMostStepTokens tokens.
-void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out);
-
-// out[i] += rounded(x[i]), rounded to `type`.
-void add_rounded(ElementType type, const float* x, std::int64_t count, void* out);
 
 }  // namespace moechat

@@ -1,0 +1,62 @@
+// The part of a decoder layer behind its mixer, up to its routed experts: norm, router and shared expert; and
+// gated feed-forward parts alone. Results are rounded to the element type between products as separate calls
+// would round them, and those of a token do not depend on the others.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/decode/decode.h"
+#include "kernels/decode/step_product.h"
+#include "kernels/decode/step_times.h"
+
+namespace moechat {
+
+// out = down(silu(gate(x)) * up(x)).
+struct GatedMlp {
+  ElementType type;
+  StepProduct gate, up, down;
+};
+
+// Throws std::invalid_argument if the products do not have the sizes of each other.
+void check_gated_mlp(const GatedMlp& mlp);
+// x: [tokens, gate.cols], out: [tokens, down.rows]. Throws std::invalid_argument for a wrong number of
+// tokens.
+void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out);
+
+// Invariants, which check_feed_step() verifies: all parts have the width and the type of the norm.
+struct FeedStep {
+  NormTask after;  // its x and out are unused, as in all tasks here
+  bool routes;
+  RouteTask routing;
+  RouterRule rule;
+  bool shares;  // has a shared expert; only with a router
+  GatedMlp shared;
+  bool gates;        // the sigmoid of `gate` multiplies the shared expert's result
+  StepProduct gate;  // one row
+};
+
+// Rows of some tokens behind their mixer, and where the results go.
+struct FeedRows {
+  const void* residual;  // [tokens, hidden]: hidden state and result of the mixer
+  // With a router: the rows of the norm as float32, experts and weights of the tokens, and, of a step with a
+  // shared expert, its result.
+  float* x;             // [tokens, hidden]
+  std::int64_t* index;  // [tokens, chosen]
+  float* weights;       // [tokens, chosen]
+  void* shared;         // [tokens, hidden]
+  void* normed;         // [tokens, hidden], without a router
+};
+
+void check_feed_step(const FeedStep& step);
+// REQUIRES: 1 to kMostStepTokens tokens.
+void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, StepClock& clock);
+
+// residual += rounded(rounded(x) + shared), rounded to the type of the step; without a shared expert
+// rounded(x). x: what the routed experts give, [tokens, hidden].
+void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
+                 void* residual);
+
+// values[i] = sigmoid(values[i]), rounded to `type`. `factors` and `narrow` hold `count` elements.
+void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow);
+
+}  // namespace moechat
