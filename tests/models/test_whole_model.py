@@ -10,22 +10,30 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny_family
 from tiny import tiny_config, write_tiny_checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import moechat
 from moechat.models.cache_layers import ReservedLayer
+from moechat.models.cache_states import tensors_of
 from moechat.models.decode.whole import recognise_model
 from moechat.offload.settings import OffloadOptions
 
 TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
-# All layers with experts; windows; shared experts; layers without experts.
-FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe"]
+LINEAR = ["qwen3_next", "qwen3_5_moe_text"]
+# Enough of them for all projections to be packed, as those of real models are.
+HEADS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+# All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR]
 Engine = Any
 
 
 def checkpoint(directory: Path, family: str, **more: Any) -> Path:
-    config = tiny_config(family, 0, **more)
+    if family in LINEAR:
+        config = type(tiny_family(family))(**{**tiny_family(family).to_dict(), **HEADS, **more})
+    else:
+        config = tiny_config(family, 0, **more)
     config.dtype = torch.bfloat16
     write_tiny_checkpoint(directory / "model", config)
     return directory / "model"
@@ -38,7 +46,7 @@ def decode(engine: Engine, tokens: list[int] = TOKENS, *, prompt: int = 9) -> li
         out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         assert out.past_key_values is cache
         rows.append(out.logits[0, -1].clone())
-    return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+    return [*rows, *(tensor for layer in cache.layers for tensor in tensors_of(layer))]
 
 
 @contextmanager
@@ -99,8 +107,7 @@ def test_tokens_of_several_caches_equal_passes_of_their_own_bitwise(
                 assert all(map(torch.equal, rows, wanted))
             for pair in zip(ours, theirs, strict=True):
                 for mine, other in zip(*(cache.layers for cache in pair), strict=True):
-                    assert torch.equal(mine.keys, other.keys)
-                    assert torch.equal(mine.values, other.values)
+                    assert all(map(torch.equal, tensors_of(mine), tensors_of(other)))
 
 
 def prefilled(engine: Engine, tokens: int) -> Any:
