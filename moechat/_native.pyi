@@ -2469,6 +2469,55 @@ class Attention:
             range, there is a tail, or a KV head has more than 64 query heads.
         """
 
+class LatentAttention:
+    """Attention of one token over latents, which are not expanded; see :mod:`moechat.models.decode.latent`.
+
+    Args:
+        type: Element type of everything.
+        heads: Heads of queries.
+        plain: Elements of a query or key that are not rotated.
+        rotated: Those that are.
+        rank: Elements of a latent.
+        value_dim: Elements of a value.
+        weight: Address of [heads, plain + value_dim, rank]: what makes keys and values of latents.
+        scale: Factor of the query-key products.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        heads: int,
+        plain: int,
+        rotated: int,
+        rank: int,
+        value_dim: int,
+        weight: int,
+        scale: float,
+    ) -> None: ...
+    def __call__(
+        self,
+        query: int,
+        query_head: int,
+        latents: int,
+        latent_token: int,
+        turned: int,
+        turned_token: int,
+        context: int,
+        out: int,
+    ) -> None:
+        """Attend to the whole context. Addresses, and strides in elements.
+
+        Args:
+            query: [heads, plain + rotated].
+            query_head: Stride of the heads.
+            latents: [context, rank].
+            latent_token: Stride of the tokens.
+            turned: [context, rotated], rotated parts of the keys.
+            turned_token: Stride of the tokens.
+            context: At least 1.
+            out: [heads, value_dim], written.
+        """
+
 class Routing:
     """A router: computes logits, the top-k experts and their weights.
 

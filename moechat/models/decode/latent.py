@@ -18,7 +18,6 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.probe import ELEMENTS, close, probing
-from moechat.models.threads import one_thread
 
 LATENT = "_moechat_latent"
 _PROBE_KEYS = 5
@@ -36,11 +35,12 @@ class Latent:
         weight: torch.Tensor = module.kv_b_proj.weight.detach()
         self.plain, self.value_dim = module.qk_nope_head_dim, module.v_head_dim
         self.rotated, self.rank = module.qk_rope_head_dim, weight.shape[1]
-        heads = weight.view(-1, self.plain + self.value_dim, self.rank)
+        self._weight = weight.contiguous()
+        heads = self._weight.view(-1, self.plain + self.value_dim, self.rank)
         self.heads = heads.shape[0]
         self._to_latent = heads[:, : self.plain]  # [heads, plain, rank]
         self._to_values = heads[:, self.plain :].transpose(1, 2)  # [heads, rank, value_dim]
-        self._runs: dict[float, _native.Attention] = {}
+        self._runs: dict[float, _native.LatentAttention] = {}
 
     def expanded(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference of ``expand_kv`` for ``[1, 1, context, rank]`` and ``[1, 1, context, rotated]``."""
@@ -61,25 +61,21 @@ class Latent:
             or latent.shape != (1, 1, context, self.rank)
             or rotated.shape != (1, 1, context, self.rotated)
             or not (latent.dtype is rotated.dtype is self._to_latent.dtype is dtype)
-            or not latent.stride(-1) == rotated.stride(-1) == 1
+            or not latent.stride(-1) == rotated.stride(-1) == query.stride(-1) == 1
             or not query.is_cpu
         ):
             return None
         run = self._runs.get(scale)
         if run is None:
-            sizes = (self.rank, self.rotated, self.rank)
-            run = self._runs[scale] = _native.Attention(ELEMENTS[dtype], 1, self.heads, *sizes, scale, 0)
-        # The number of threads would change the last bits of these small products.
-        with one_thread():
-            mixed = self.to_latents(query)
-            width = self.rank + self.rotated
-            sums = torch.empty((1, 1, self.heads, self.rank), dtype=dtype)
-            run(
-                mixed.data_ptr(), width, width, 1,
-                latent.data_ptr(), 0, latent.stride(2), rotated.data_ptr(), rotated.stride(2),
-                latent.data_ptr(), 0, latent.stride(2), context, 0, 0, sums.data_ptr(),
-            )  # fmt: skip
-            return self.to_values(sums)
+            sizes = (self.heads, self.plain, self.rotated, self.rank, self.value_dim)
+            at = self._weight.data_ptr()
+            run = self._runs[scale] = _native.LatentAttention(ELEMENTS[dtype], *sizes, at, scale)
+        out = torch.empty((1, 1, self.heads, self.value_dim), dtype=dtype)
+        run(
+            *(query.data_ptr(), query.stride(1), latent.data_ptr(), latent.stride(2)),
+            *(rotated.data_ptr(), rotated.stride(2), context, out.data_ptr()),
+        )
+        return out
 
     def to_latents(self, query: torch.Tensor) -> torch.Tensor:
         """Queries for latents, ``[1, heads, tokens, rank + rotated]``, from those for keys,

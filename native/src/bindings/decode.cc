@@ -175,6 +175,23 @@ void bind_decode(py::module_& m) {
            py::arg("context"), py::arg("visible"), py::arg("visible_token"), py::arg("out"),
            py::arg("prompt") = false);
 
+  py::class_<LatentHeads>(m, "LatentAttention")
+      .def(py::init([](const std::string& type, std::int64_t heads, std::int64_t plain, std::int64_t rotated,
+                       std::int64_t rank, std::int64_t value_dim, Address weight, float scale) {
+             require_positive("heads", heads);
+             require_positive("plain", plain);
+             require_positive("rotated", rotated);
+             require_positive("rank", rank);
+             require_positive("value_dim", value_dim);
+             return LatentHeads{
+                 {element_type(type), heads, plain, rotated, rank, value_dim, at(weight), scale}};
+           }),
+           py::arg("type"), py::arg("heads"), py::arg("plain"), py::arg("rotated"), py::arg("rank"),
+           py::arg("value_dim"), py::arg("weight"), py::arg("scale"))
+      .def("__call__", &LatentHeads::run, py::arg("query"), py::arg("query_head"), py::arg("latents"),
+           py::arg("latent_token"), py::arg("turned"), py::arg("turned_token"), py::arg("context"),
+           py::arg("out"));
+
   py::class_<RouterStep>(m, "Routing")
       .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,
                        std::int64_t hidden, const std::string& scoring, std::int64_t chosen,

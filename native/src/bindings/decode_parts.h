@@ -7,6 +7,7 @@
 #include "bindings/arrays.h"
 #include "bindings/gil.h"
 #include "kernels/decode/decode.h"
+#include "kernels/decode/latent.h"
 
 namespace moechat {
 
@@ -91,6 +92,18 @@ struct Attention {
     if (prompt) return attend_prompt(own);
     attend(own);
     return true;
+  }
+};
+
+struct LatentHeads {
+  LatentAttention task;
+
+  void run(Address query, std::int64_t query_head, Address latents, std::int64_t latent_token, Address turned,
+           std::int64_t turned_token, std::int64_t context, Address out) const {
+    require_positive("context", context);
+    const ReleaseGil released;
+    attend_latents(
+        task, {at(query), query_head, at(latents), latent_token, at(turned), turned_token, context, at(out)});
   }
 };
 

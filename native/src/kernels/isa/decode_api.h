@@ -165,6 +165,20 @@ static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
   return 2 * task.k_dim + 2 * task.v_dim + 16;
 }
 
+// A product of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) with the weights of its heads,
+// each of which has `plain` rows that make keys of latents, then `value_dim` rows that make values.
+struct LatentTask {
+  ElementType type;
+  std::int64_t heads, plain, value_dim;
+  std::int64_t rank;   // elements of a latent
+  const void* weight;  // [heads, plain + value_dim, rank]
+  const float* x;      // of latent_queries: [heads, plain]; of latent_values: [heads, rank]
+  void* out;           // of latent_queries: [heads, rank]; of latent_values: [heads, value_dim]; by out_head
+  std::int64_t out_head;
+};
+
+static constexpr std::int64_t kLatentColumns = 256;  // most columns of a call of latent_queries
+
 struct DecodeKernels {
   void (*rms_norm)(const NormTask& task, std::int64_t row_begin, std::int64_t row_end);
   void (*rotate)(const RotateTask& task);
@@ -194,6 +208,10 @@ struct DecodeKernels {
   void (*add)(ElementType type, const float* x, std::int64_t count, void* out);
   // Heads of keys [begin, end), and their heads of values. `scratch` has delta_scratch(task) floats.
   void (*delta)(const DeltaTask& task, std::int64_t begin, std::int64_t end, float* scratch);
+  // Columns [begin, end) of what a head's plain query becomes for latents; rows [begin, end) of the values
+  // that a head has of its sum of latents. Rounded to the element type.
+  void (*latent_queries)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
+  void (*latent_values)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
 };
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {

@@ -21,6 +21,7 @@
 #include "kernels/decode/attend.inc.h"
 #include "kernels/decode/attend_prompt.inc.h"
 #include "kernels/decode/delta.inc.h"
+#include "kernels/decode/latent.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on
 
