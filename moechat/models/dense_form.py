@@ -222,6 +222,22 @@ def _parts(bits: DenseBits, name: str, rows: int, cols: int) -> tuple[Part, ...]
     return automatic_parts(name, rows, cols) if isinstance(bits, str) else ((rows, cols, bits),)
 
 
+def _routers(skeleton: Skeleton) -> set[nn.Module]:
+    """Linear layers that are routers: beside the experts, or the only one of a module there.
+
+    The shape alone does not tell: the shared experts of Qwen3-Coder-Next have as many rows as it has experts.
+    """
+    shapes = {id(entry.module): (entry.num_experts, entry.hidden_size) for entry in skeleton.experts}
+    found: set[nn.Module] = set()
+    for parent in skeleton.model.modules():
+        children = list(parent.children())
+        wanted = {shapes[id(child)] for child in children if id(child) in shapes}
+        for child in children if wanted else []:
+            linears = [module for module in child.modules() if type(module) is nn.Linear]
+            found.update(each for each in linears if len(linears) == 1 and tuple(each.weight.shape) in wanted)
+    return found
+
+
 def choose_form(
     skeleton: Skeleton,
     stored: Mapping[str, torch.dtype],
@@ -247,7 +263,7 @@ def choose_form(
     """
     model = skeleton.model
     avoided = latent_projections(model) | (set() if reads is None else reads.modules)
-    routers = {(entry.num_experts, entry.hidden_size) for entry in skeleton.experts}
+    routers = _routers(skeleton)
 
     def replaceable(module: nn.Module, *, is_encoded: bool = False) -> bool:
         if module in avoided:
@@ -256,7 +272,7 @@ def choose_form(
             plain = module.max_norm is None and not module.sparse
             return plain and (type(module) is nn.Embedding or (is_encoded and only_scales_rows(type(module))))
         shape = tuple(module.weight.shape) if type(module) is nn.Linear else ()
-        return len(shape) == 2 and min(shape) >= _LEAST_SIDE and shape not in routers
+        return len(shape) == 2 and min(shape) >= _LEAST_SIDE and module not in routers
 
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     tensors: dict[int, torch.Tensor] = {}

@@ -194,3 +194,19 @@ def test_encoded_weights_are_kept_in_linear_layers_and_where_rows_are_read_as_st
     if stored_rows:
         embedding = rows + sum(buffer.nbytes for buffer in skeleton.model.buffers())
         assert form.nbytes - form.head_bytes - form.in_layers == embedding
+
+
+def test_a_projection_with_the_shape_of_a_router_is_packed() -> None:
+    """As those of Qwen3-Coder-Next: 512 experts, and 512 rows of keys, values and shared experts."""
+    _, form = form_of("qwen3_next", 0, 8)
+    rows, hidden = form.linears["model.layers.1.self_attn.k_proj"]
+    skeleton, same = form_of("qwen3_next", 0, 8, num_experts=rows)
+    assert {(entry.num_experts, entry.hidden_size) for entry in skeleton.experts} == {(rows, hidden)}
+    assert same.linears == form.linears
+
+
+def test_a_router_in_a_module_of_its_own_is_not_packed() -> None:
+    skeleton, form = form_of("hunyuan_v1_moe", 0, 8, num_experts=32)
+    gates = [name for name, _ in skeleton.model.named_modules() if name.endswith("gate.wg")]
+    assert gates
+    assert not form.linears.keys() & set(gates)
