@@ -2560,6 +2560,19 @@ class Routing:
 class DenseProduct:
     """A dense layer for the steps of decoder layers; keeps its weights and bias alive."""
 
+    def __call__(self, type: str, x: int, tokens: int, out: int) -> None:
+        """Multiply a few tokens, each as it would be alone.
+
+        Args:
+            type: Element type of inputs and results: ``float32``, ``bfloat16`` or ``float16``.
+            x: Address of [tokens, cols].
+            tokens: 1 to :data:`MOST_STEP_TOKENS`.
+            out: Of [tokens, rows], written.
+
+        Raises:
+            ValueError: Another number of tokens.
+        """
+
 def packed_product(
     layout: LinearLayout,
     data: npt.NDArray[np.uint8],

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat import _native
+from moechat.models.element_types import ELEMENTS
 from moechat.models.threads import is_thread_invariant, one_thread
 
 # Weights widened at a time; the result fits the second-level caches.
@@ -38,6 +39,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 class _Dense(nn.Module, ABC):
     """Shape and bias of a dense layer; subclasses hold the weights."""
+
+    _most_few = _native.MOST_STEP_TOKENS
 
     def __init__(self, rows: int, cols: int, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,15 +69,20 @@ class _Dense(nn.Module, ABC):
 
     def _natively(self, x: torch.Tensor) -> torch.Tensor:
         """Result of :meth:`_run` for ``[..., in_features]``, in the type of ``x``."""
-        if x.dtype is torch.float32 and x.is_contiguous():
+        tokens = x.numel() // self.in_features
+        if 0 < tokens <= self._most_few and x.dtype in ELEMENTS and x.is_contiguous() and x.is_cpu:
             # Called many times per decoded token, so with as few tensors as possible.
-            out = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
-            self._run(x.numpy().reshape(-1, self.in_features), out.numpy().reshape(-1, self.out_features))
+            out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
+            self._run_few(ELEMENTS[x.dtype], x.data_ptr(), tokens, out)
             return out
         flat = self._inputs(x)
         out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
         self._run(flat.numpy(), out.numpy())
         return self._outputs(out, x)
+
+    @abstractmethod
+    def _run_few(self, kind: str, x: int, tokens: int, out: torch.Tensor) -> None:
+        """As :meth:`_run`, of at most ``_most_few`` tokens at an address, both of an element type."""
 
     @abstractmethod
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
@@ -99,6 +107,7 @@ class StoredLinear(_Dense):
             raise ValueError(f"weights of type {weight.dtype} are not rows of 16-bit floats")
         self.rows = weight
         self._fp16 = weight.dtype == torch.float16
+        self._product: _native.DenseProduct | None = None
         self._words: npt.NDArray[np.uint16] = weight.view(torch.int16).numpy().view(np.uint16)
 
     @property
@@ -120,6 +129,11 @@ class StoredLinear(_Dense):
                 bias = None if self.bias is None else self.bias.to(torch.bfloat16)
                 return F.linear(x, self.rows, bias)
         return self._outputs(self._in_panels(self._inputs(x)), x)
+
+    def _run_few(self, kind: str, x: int, tokens: int, out: torch.Tensor) -> None:
+        if self._product is None:
+            self._product = self.product()
+        self._product(kind, x, tokens, out.data_ptr())
 
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         _native.rows16_forward(self._words, self._fp16, x, self._bias32, out)
@@ -163,6 +177,7 @@ class PackedLinear(_Dense):
         self.layout = layout
         self.data = data
         self._activation_bits = activation_bits
+        self._product: _native.DenseProduct | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -177,6 +192,11 @@ class PackedLinear(_Dense):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
         return self._natively(x)
+
+    def _run_few(self, kind: str, x: int, tokens: int, out: torch.Tensor) -> None:
+        if self._product is None:
+            self._product = self.product()
+        self._product(kind, x, tokens, out.data_ptr())
 
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         _native.linear_forward(
@@ -200,6 +220,7 @@ class SplitLinear(_Dense):
         biases = [part.bias for part in parts if part.bias is not None]
         rows = sum(part.out_features for part in parts)
         super().__init__(rows, first.in_features, torch.cat(biases) if biases else None, first._dtype)
+        self._most_few = 1  # rows of several tokens do not lie one behind the other
         self.parts = tuple(parts)  # no submodules: what walks a model counts this layer once
 
     @property
@@ -215,6 +236,13 @@ class SplitLinear(_Dense):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
         return self._natively(x)
+
+    def _run_few(self, kind: str, x: int, tokens: int, out: torch.Tensor) -> None:
+        flat = out.view(self.out_features)
+        row = 0
+        for part in self.parts:
+            part._run_few(kind, x, tokens, flat[row : row + part.out_features])
+            row += part.out_features
 
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         row = 0

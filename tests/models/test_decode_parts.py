@@ -22,9 +22,10 @@ import moechat
 from moechat import _native
 from moechat.models.decode import attention
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
-from moechat.models.decode.probe import ELEMENTS, close
+from moechat.models.decode.probe import close
 from moechat.models.decode.rotary import recognise_rotary
 from moechat.models.decode.routers import native_router, recognise_router
+from moechat.models.element_types import ELEMENTS
 
 DTYPES = list(ELEMENTS)
 

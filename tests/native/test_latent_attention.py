@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, close
+from moechat.models.decode.probe import close
+from moechat.models.element_types import ELEMENTS
 
 # Heads, plain, rotated, rank, elements of a value: of GLM-4.7-Flash with fewer heads, of DeepSeek's, with
 # parts of vectors, and with more columns than are computed at once.

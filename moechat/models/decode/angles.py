@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.probe import close, probing
+from moechat.models.element_types import ELEMENTS
 from moechat.models.threads import one_thread
 
 _POSITIONS = 256  # per table

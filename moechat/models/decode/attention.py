@@ -27,7 +27,8 @@ from transformers.masking_utils import (
 
 from moechat import _native
 from moechat.models.decode.latent import LATENT, Latent
-from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, close, probing
+from moechat.models.decode.probe import FEW_TOKENS, close, probing
+from moechat.models.element_types import ELEMENTS
 
 # transformers' name of an attention function -> name of its native replacement.
 NAMES = {"sdpa": "moechat-sdpa", "eager": "moechat-eager"}

@@ -22,8 +22,9 @@ from transformers.cache_utils import DynamicCache
 
 from moechat import _native
 from moechat.models.decode.layer_kind import layer_kind
-from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
+from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer
 
 # Added to the sum of squares of a query or a key.

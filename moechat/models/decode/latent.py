@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, close, probing
+from moechat.models.decode.probe import close, probing
+from moechat.models.element_types import ELEMENTS
 
 LATENT = "_moechat_latent"
 _PROBE_KEYS = 5

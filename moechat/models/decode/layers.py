@@ -15,11 +15,11 @@ from torch import nn
 from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
 from moechat.models.decode.native_step import Decode, Feed, NativeStep, native_feed, native_part
-from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, recognise_wiring
+from moechat.models.element_types import ELEMENTS
 
 _SLOTS = (ReservedLayer, WindowLayer)
 

@@ -11,10 +11,10 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.native_step import NativeStep, native_feed, native_part
-from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.products import native_products
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import LINEAR_ATTENTION, only_known_arguments, recognise_wiring
+from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer
 
 Forward = Callable[..., Any]

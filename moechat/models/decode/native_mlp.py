@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.products import native_products
 from moechat.models.decode.shared_expert import GatedMlp
+from moechat.models.element_types import ELEMENTS
 
 
 def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:

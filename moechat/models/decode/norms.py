@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, close, probing, takes_hidden_states_only
+from moechat.models.decode.probe import close, probing, takes_hidden_states_only
+from moechat.models.element_types import ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from transformers.cache_utils import DynamicCache
 
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.probe import ELEMENTS, close, normal_numbers, probing
+from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
+from moechat.models.element_types import ELEMENTS
 
 _PROBES = 3
 _PROBE_KEYS = 5

@@ -1,4 +1,4 @@
-"""Element types of the native code, and helpers to compare modules with it on probe inputs."""
+"""Helpers to compare modules with native code on probe inputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# torch type -> its name in the native code.
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+from moechat.models.element_types import ELEMENTS
+
 # Most tokens of a decoding pass; in larger passes torch's overhead is small compared to the products.
 FEW_TOKENS = 8
 

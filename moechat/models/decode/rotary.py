@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, close, probing
+from moechat.models.decode.probe import FEW_TOKENS, close, probing
+from moechat.models.element_types import ELEMENTS
 
 _NAME = "apply_rotary_pos_emb"
 _NEIGHBOURS = "apply_rotary_pos_emb_interleave"

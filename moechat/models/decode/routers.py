@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, probing, takes_hidden_states_only, tolerance
+from moechat.models.decode.probe import FEW_TOKENS, probing, takes_hidden_states_only, tolerance
+from moechat.models.element_types import ELEMENTS
 
 _PROBES = 48
 _SCORINGS = ("softmax", "sigmoid", "softmax-chosen")

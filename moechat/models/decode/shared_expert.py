@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from moechat.models.decode.layer_kind import layer_kind
-from moechat.models.decode.probe import ELEMENTS, SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
+from moechat.models.element_types import ELEMENTS
 from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.probe import ELEMENTS
+from moechat.models.element_types import ELEMENTS
 from moechat.offload.kernels import triton_steps
 from moechat.offload.kernels.launch import POINTERS, Kernel
 

@@ -29,6 +29,12 @@ namespace {
 struct Product {
   StepProduct task;
   std::vector<py::object> kept;
+
+  void run(const std::string& type, Address x, std::int64_t tokens, Address out) const {
+    const ElementType element = element_type(type);
+    const ReleaseGil released;
+    multiply_elements(task, element, at(x), tokens, at(out));
+  }
 };
 
 const float* checked_bias(const std::optional<py::array>& bias, std::int64_t rows, Product& product) {
@@ -287,7 +293,8 @@ MixedStep make_mixed_step(const Norm& before, const Mixer& mixer, const Feed& fe
 }  // namespace
 
 void bind_layer_step(py::module_& m) {
-  py::class_<Product>(m, "DenseProduct");
+  py::class_<Product>(m, "DenseProduct")
+      .def("__call__", &Product::run, py::arg("type"), py::arg("x"), py::arg("tokens"), py::arg("out"));
   m.def("packed_product", &packed_product, py::arg("layout"), py::arg("data"), py::arg("bias"),
         py::arg("activation_bits"));
   m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));

@@ -5,6 +5,7 @@
 
 #include "kernels/dense/linear.h"
 #include "kernels/dense/rows16.h"
+#include "kernels/isa/decode_api.h"
 
 namespace moechat {
 
@@ -25,6 +26,11 @@ constexpr std::int64_t kMostStepTokens = kRows16MaxTokens;
 // out [tokens, rows] from x [tokens, cols]; at most kMostStepTokens tokens, whose results do not depend on
 // the others.
 void multiply(const StepProduct& product, const float* x, std::int64_t tokens, float* out);
+
+// As multiply(), of x [tokens, cols] and for out [tokens, rows] of a type, to which sums are rounded. Throws
+// std::invalid_argument for a wrong number of tokens.
+void multiply_elements(const StepProduct& product, ElementType type, const void* x, std::int64_t tokens,
+                       void* out);
 
 // Throw std::invalid_argument: parts of a step that have other sizes; a number of tokens that it does not
 // take.
