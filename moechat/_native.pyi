@@ -2759,6 +2759,73 @@ class LayerStep:
         it is not measured.
         """
 
+class LatentStep:
+    """As :class:`LayerStep`, of a layer with latent attention (DeepSeek-V3, GLM-4.7-Flash).
+
+    Args:
+        before: Norm of the hidden state.
+        shortened: The first of two projections of queries, and the norm of its results; ``None``: there is
+            one projection.
+        query: Projection to the queries of all heads: of each ``plain`` elements, then ``rotated`` ones.
+        latent: Projection to a latent and the rotated part of a key.
+        latent_norm: Norm of the latent.
+        attention: Attention of the layer.
+        angles: Rotary angles of a token.
+        neighbours: Neighbouring elements are pairs, each rotated by one angle; behind the rotation the first
+            ones of all come first.
+        output: Projection of the attention's result.
+        feed: What follows attention.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        before: RmsNorm,
+        shortened: tuple[DenseProduct, RmsNorm] | None,
+        query: DenseProduct,
+        latent: DenseProduct,
+        latent_norm: RmsNorm,
+        attention: LatentAttention,
+        angles: int,
+        neighbours: bool,
+        output: DenseProduct,
+        feed: FeedStep,
+    ) -> None: ...
+    def route(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+        x: int,
+        index: int,
+        weights: int,
+        shared: int,
+    ) -> None:
+        """As :meth:`LayerStep.route`; keys of a place are latents [more than held, rank], values rotated
+        parts of keys. They are not packed, and strides of heads are not used.
+        """
+
+    def normalise(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+        normed: int,
+    ) -> None:
+        """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
+
+    def measure(self, on: bool) -> None:
+        """As of :class:`LayerStep`."""
+
+    def seconds(self) -> dict[str, float]:
+        """As of :class:`LayerStep`."""
+
 class DeltaStep:
     """As :class:`LayerStep`, of a layer with linear attention by the gated delta rule.
 

@@ -67,38 +67,41 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return self.keys, self.values
         return unpack_like(self.keys, key_states), unpack_like(self.values, value_states)
 
-    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
+    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0) -> bool:
         """Whether :meth:`append_place` would append a token; the arguments are the same."""
         if self._reserved is None or self.keys is None:
             return False
         keys, values = self._reserved
         capacity = keys.shape[-2]
-        shape = (1, kv_heads, capacity, row_bytes(dim) if self.packed else dim)
-        fits = keys.shape == shape == values.shape and self.dtype is dtype
-        return fits and self.keys.shape[-2] < capacity
+        rows = [row_bytes(each) if self.packed else each for each in (dim, value_dim or dim)]
+        fits = all(
+            held.shape == (1, kv_heads, capacity, row) for held, row in zip((keys, values), rows, strict=True)
+        )
+        return fits and self.dtype is dtype and self.keys.shape[-2] < capacity
 
-    def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0
+    ) -> AppendPlace | None:
         """Append one token whose keys and values the caller writes.
 
         Args:
             kv_heads: Heads of keys and values.
-            dim: Elements per head.
+            dim: Elements of a key.
             dtype: Type of both.
+            value_dim: Elements of a value, if it has others.
 
         Returns:
             ``None``, without appending, before the first :meth:`update`, for another shape or type than
             there, or if the reserved memory is full.
         """
-        if not self.takes_token(kv_heads, dim, dtype):
+        if not self.takes_token(kv_heads, dim, dtype, value_dim):
             return None
         assert self._reserved is not None
         assert self.keys is not None
         keys, values = self._reserved
-        capacity, held = keys.shape[-2], self.keys.shape[-2]
-        row = row_bytes(dim) if self.packed else dim
+        held = self.keys.shape[-2]
         self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
-        head = capacity * row
-        return keys.data_ptr(), head, values.data_ptr(), head, held, self.packed
+        return keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1), held, self.packed
 
     def next_place(self) -> Place | None:
         """Memory for the next token; ``None`` if none is reserved, or it is full."""

@@ -20,18 +20,21 @@ from moechat.models.cache_states import tensors_of
 from moechat.models.decode.whole import recognise_model
 from moechat.offload.settings import OffloadOptions
 
+Engine = Any
 TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 LINEAR = ["qwen3_next", "qwen3_5_moe_text"]
 # Enough of them for all projections to be packed, as those of real models are.
 HEADS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+# With latent attention: two families with layers without experts, whose queries are projected twice, or once.
+LATENT: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "glm4_moe_lite": {"q_lora_rank": None}}
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
-FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR]
-Engine = Any
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT]
 
 
 def checkpoint(directory: Path, family: str, **more: Any) -> Path:
-    if family in LINEAR:
-        config = type(tiny_family(family))(**{**tiny_family(family).to_dict(), **HEADS, **more})
+    if family in LINEAR or family in LATENT:
+        own = HEADS if family in LINEAR else LATENT[family]
+        config = type(tiny_family(family))(**{**tiny_family(family).to_dict(), **own, **more})
     else:
         config = tiny_config(family, 0, **more)
     config.dtype = torch.bfloat16

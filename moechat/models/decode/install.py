@@ -15,13 +15,14 @@ from moechat.models.decode.angles import angle_count, recognise_angles
 from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
 from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
+from moechat.models.decode.latent_layers import latent_step
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.layers import attention_step
 from moechat.models.decode.native_delta import delta_step, native_delta
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
-from moechat.models.decode.rotary import recognise_rotary, with_rotary
+from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
 from moechat.models.decode.routers import Rule, native_router, recognise_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
 from moechat.models.decode.together import TogetherPass
@@ -109,6 +110,7 @@ def install_native_modules(model: Any) -> NativeModules:
         elif (rotate := recognise_rotary(module)) is not None:
             rotary[module] = rotate
             done.rotary.append(name)
+    neighbours = {module for module in names if recognise_neighbours(module) is not None}
     # What has several parts is recognised before any of these is replaced.
     deltas, mlps = recognise_gated_deltas(model), recognise_mlps(model)
     blocks = recognise_shared_blocks(model, mlps, rules)
@@ -142,7 +144,7 @@ def install_native_modules(model: Any) -> NativeModules:
             if latent is not None:
                 _disable_expansion(done, module, latent)
                 done.latent.append(name)
-    _install_layers(done, model, names, known, deltas, blocks)
+    _install_layers(done, model, names, known, deltas, blocks, neighbours)
     return done
 
 
@@ -153,6 +155,7 @@ def _install_layers(
     known: Collection[nn.Module],
     deltas: Mapping[nn.Module, GatedDelta],
     blocks: Mapping[nn.Module, SharedBlock],
+    neighbours: Collection[nn.Module],
 ) -> None:
     # The number of angles of a layer is only known from its arguments.
     counts = {angle_count(model.get_submodule(name)) for name in done.angles}
@@ -164,12 +167,13 @@ def _install_layers(
             step = delta_step(module, deltas, blocks)
         elif hasattr(module, ATTENTION) and angles:
             step = attention_step(module, angles, blocks)
+            step = step or latent_step(module, angles, blocks, neighbours)
         if step is None:
             continue
         forward = step.forward(module)
         kind = layer_kind(module)
         if kind not in tried:
-            tried[kind] = (step.exact or module in known) and agrees(module, forward)
+            tried[kind] = (step.exact or step.latent or module in known) and agrees(module, forward)
         if tried[kind]:
             done.replace(module, forward)
             done.layers.append(name)

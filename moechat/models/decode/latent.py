@@ -66,17 +66,27 @@ class Latent:
             or not query.is_cpu
         ):
             return None
-        run = self._runs.get(scale)
-        if run is None:
-            sizes = (self.heads, self.plain, self.rotated, self.rank, self.value_dim)
-            at = self._weight.data_ptr()
-            run = self._runs[scale] = _native.LatentAttention(ELEMENTS[dtype], *sizes, at, scale)
+        run = self.native(dtype, scale)
         out = torch.empty((1, 1, self.heads, self.value_dim), dtype=dtype)
         run(
             *(query.data_ptr(), query.stride(1), latent.data_ptr(), latent.stride(2)),
             *(rotated.data_ptr(), rotated.stride(2), context, out.data_ptr()),
         )
         return out
+
+    def native(self, dtype: torch.dtype, scale: float) -> _native.LatentAttention:
+        """Attention of a token, natively.
+
+        Args:
+            dtype: Of the weights.
+            scale: Factor of the query-key products.
+        """
+        run = self._runs.get(scale)
+        if run is None:
+            sizes = (self.heads, self.plain, self.rotated, self.rank, self.value_dim)
+            at = self._weight.data_ptr()
+            run = self._runs[scale] = _native.LatentAttention(ELEMENTS[dtype], *sizes, at, scale)
+        return run
 
     def to_latents(self, query: torch.Tensor) -> torch.Tensor:
         """Queries for latents, ``[1, heads, tokens, rank + rotated]``, from those for keys,

@@ -84,5 +84,6 @@ def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.G
             results.append([result, *(rows.clone() for rows in tensors_of(cache.layers[index]))])
         if not all(map(torch.equal if native.exact else close, *results)):
             return False
-        scale *= 30 if native.exact else 0.1
+        # Small hidden states, so that what a layer adds to them is seen in spite of rounding.
+        scale *= 30 if native.exact else 0.01
     return True

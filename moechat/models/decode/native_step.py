@@ -24,6 +24,7 @@ from moechat.models.decode.wiring import Wiring, only_known_arguments
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 Forward = Callable[..., Any]
+_Step = _native.LayerStep | _native.LatentStep | _native.DeltaStep
 # (hidden states [1, tokens, hidden], layer of each token's cache, cosines, sines) -> hidden states.
 Decode = Callable[[torch.Tensor, Sequence[Any], torch.Tensor, torch.Tensor], torch.Tensor | None]
 # (first arguments of the native step, residual [1, tokens, hidden]) -> hidden states.
@@ -61,7 +62,10 @@ class Feed:
     bypassed: tuple[nn.Module, ...] = ()
 
     def finish(
-        self, step: _native.LayerStep | _native.DeltaStep, hidden_size: int, dtype: torch.dtype
+        self,
+        step: _native.LayerStep | _native.LatentStep | _native.DeltaStep,
+        hidden_size: int,
+        dtype: torch.dtype,
     ) -> Finish:
         """A function that computes a layer with its native step, and then its experts."""
         # Called once per layer and decoded token; closure variables are faster than attributes.
@@ -155,7 +159,7 @@ class NativeStep:
 
     wiring: Wiring
     feed: Feed
-    run: _native.LayerStep | _native.DeltaStep
+    run: _Step
     dtype: torch.dtype
     hidden_size: int
     angles: int
@@ -164,6 +168,11 @@ class NativeStep:
     exact: bool
     decode: Decode
     first_slot: Callable[[int, torch.Generator], Any]
+
+    @property
+    def latent(self) -> bool:
+        """Whether it has latent attention."""
+        return isinstance(self.run, _native.LatentStep)
 
     def takes(self, hidden: torch.Tensor, angles: Any) -> bool:
         """Whether hidden states and (cosines, sines) are those of one token, as the step reads them."""

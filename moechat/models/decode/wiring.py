@@ -35,6 +35,20 @@ _ATTENTION_NAMES = frozenset(
         *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
     }
 )
+# Parts of latent attention, in their order: queries are projected at once, or twice with a norm between.
+_LATENT_REST = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+LATENT_PARTS = {
+    "whole": ("q_proj", *_LATENT_REST),
+    "shortened": ("q_a_proj", "q_a_layernorm", "q_b_proj", *_LATENT_REST),
+}
+_LATENT_NAMES = frozenset(
+    {
+        *LATENT_PARTS["whole"],
+        *LATENT_PARTS["shortened"],
+        *("expand_kv", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
+        *("rope_interleave", "apply_rotary_pos_emb_interleave", "torch", "split", "cat"),
+    }
+)
 # And of attention whose results are multiplied by gates, which are projected with the queries.
 _GATES = frozenset({"torch", "chunk", "sigmoid"})
 # Options without effect if not set, and the names that their code uses.
@@ -125,8 +139,8 @@ def recognise_wiring(
         if getattr(getattr(attention, "config", None), option, None) is None:
             names |= more
     if mixer == ATTENTION and not uses_only(attention, names):
-        gated = True
-        if not uses_only(attention, names | _GATES):
+        gated = uses_only(attention, names | _GATES)
+        if not gated and not uses_only(attention, names | _LATENT_NAMES):
             return None
     children = dict(mlp.named_children())
     experts = next((child for child in children.values() if is_experts_module(child)), None)

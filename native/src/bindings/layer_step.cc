@@ -21,6 +21,7 @@
 #include "bindings/gil.h"
 #include "kernels/decode/delta_step.h"
 #include "kernels/decode/feed_step.h"
+#include "kernels/decode/latent_step.h"
 
 namespace moechat {
 namespace {
@@ -168,9 +169,10 @@ void require_router(const FeedStep& feed, bool wanted) {
   if (feed.routes != wanted) refuse(feed.routes ? "this step has a router" : "this step has no router");
 }
 
-// A layer with attention, and the products that it uses.
-struct Step {
-  LayerStep task;
+// A layer whose tokens go to places of attention caches, and the products that it uses.
+template <class Task, void (*kStep)(const Task&, const LayerStepCall&)>
+struct PlacedStep {
+  Task task;
   std::vector<Product> kept;
   Clocks clocks;
 
@@ -181,8 +183,8 @@ struct Step {
       if (place.held < 0) refuse("held is negative");
     }
     const ReleaseGil released;
-    layer_step(task, {static_cast<std::int64_t>(places.size()), at(hidden), at(cos), at(sin), places.data(),
-                      at(residual), rows});
+    kStep(task, {static_cast<std::int64_t>(places.size()), at(hidden), at(cos), at(sin), places.data(),
+                 at(residual), rows});
   }
   void route(Address hidden, Address cos, Address sin, const std::vector<Place>& places, Address residual,
              Address x, Address index, Address weights, Address shared) const {
@@ -196,6 +198,20 @@ struct Step {
   }
   void measure(bool on) { task.times = clocks.measure(on); }
 };
+
+// The methods of such a step in Python.
+template <class Step>
+void define_placed(py::class_<Step>& step) {
+  step.def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("places"),
+           py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
+      .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
+           py::arg("places"), py::arg("residual"), py::arg("normed"))
+      .def("measure", &Step::measure, py::arg("on"))
+      .def("seconds", [](const Step& own) { return own.clocks.seconds(); });
+}
+
+using Step = PlacedStep<LayerStep, &layer_step>;
+using LatentLayer = PlacedStep<LatentStep, &latent_step>;
 
 Step make_step(const std::string& type, const Norm& before, Product query, Product key, Product value,
                Product output, bool gated, const std::optional<std::pair<Norm, Norm>>& head_norms,
@@ -222,6 +238,33 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   check_layer_step(task);
   step.kept = feed.kept;
   for (Product* product : {&query, &key, &value, &output}) step.kept.push_back(std::move(*product));
+  return step;
+}
+
+LatentLayer make_latent(const Norm& before, std::optional<std::pair<Product, Norm>> shortened, Product query,
+                        Product latent, const Norm& latent_norm, const LatentHeads& attention,
+                        std::int64_t angles, bool neighbours, Product output, const Feed& feed) {
+  LatentLayer step{};
+  LatentStep& task = step.task;
+  task.hidden = before.task.cols;
+  task.before = before.task;
+  task.shortens = shortened.has_value();
+  step.kept = feed.kept;
+  if (shortened) {
+    task.short_query = shortened->first.task;
+    task.short_norm = shortened->second.task;
+    step.kept.push_back(std::move(shortened->first));
+  }
+  task.query = query.task;
+  task.latent = latent.task;
+  task.latent_norm = latent_norm.task;
+  task.attention = attention.task;
+  task.angles = angles;
+  task.neighbours = neighbours;
+  task.output = output.task;
+  task.feed = feed.task;
+  check_latent_step(task);
+  for (Product* product : {&query, &latent, &output}) step.kept.push_back(std::move(*product));
   return step;
 }
 
@@ -317,16 +360,16 @@ void bind_layer_step(py::module_& m) {
            py::arg("normed"))
       .def("measure", &MixedStep::measure, py::arg("on"))
       .def("seconds", [](const MixedStep& step) { return step.clocks.seconds(); });
-  py::class_<Step>(m, "LayerStep")
-      .def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
+  py::class_<Step> step(m, "LayerStep");
+  step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
-           py::arg("angles"), py::arg("width"), py::arg("feed"))
-      .def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("places"),
-           py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
-      .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
-           py::arg("places"), py::arg("residual"), py::arg("normed"))
-      .def("measure", &Step::measure, py::arg("on"))
-      .def("seconds", [](const Step& step) { return step.clocks.seconds(); });
+           py::arg("angles"), py::arg("width"), py::arg("feed"));
+  define_placed(step);
+  py::class_<LatentLayer> latent(m, "LatentStep");
+  latent.def(py::init(&make_latent), py::arg("before"), py::arg("shortened"), py::arg("query"),
+             py::arg("latent"), py::arg("latent_norm"), py::arg("attention"), py::arg("angles"),
+             py::arg("neighbours"), py::arg("output"), py::arg("feed"));
+  define_placed(latent);
   m.attr("MOST_STEP_TOKENS") = kMostStepTokens;
 }
 

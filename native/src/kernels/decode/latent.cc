@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstring>
 
-#include "kernels/decode/step_memory.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/threads/thread_pool.h"
 
@@ -40,14 +39,24 @@ void for_parts(std::int64_t heads, std::int64_t count, std::int64_t each, std::i
 
 }  // namespace
 
+std::int64_t latent_bytes(const LatentAttention& attention) {
+  const std::int64_t size = element_bytes(attention.type), heads = attention.heads, rank = attention.rank;
+  const std::int64_t wide = attention.plain > rank ? attention.plain : rank;
+  return Arena::bytes_of(heads * wide * 4) + Arena::bytes_of(heads * (rank + attention.rotated) * size) +
+         Arena::bytes_of(heads * rank * size);
+}
+
 void attend_latents(const LatentAttention& attention, const LatentCall& call) {
+  Arena arena(latent_bytes(attention));
+  attend_latents_in(arena, attention, call);
+}
+
+void attend_latents_in(Arena& arena, const LatentAttention& attention, const LatentCall& call) {
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = attention.type;
   const std::int64_t size = element_bytes(type), heads = attention.heads, rank = attention.rank;
   const std::int64_t plain = attention.plain, rotated = attention.rotated, width = rank + rotated;
   const std::int64_t wide = plain > rank ? plain : rank;
-  Arena arena(Arena::bytes_of(heads * wide * 4) + Arena::bytes_of(heads * width * size) +
-              Arena::bytes_of(heads * rank * size));
   auto* floats = arena.take<float>(heads * wide * 4);
   auto* queries = arena.take<unsigned char>(heads * width * size);
   auto* sums = arena.take<unsigned char>(heads * rank * size);

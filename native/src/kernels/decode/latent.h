@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/decode/decode.h"
+#include "kernels/decode/step_memory.h"
 
 namespace moechat {
 
@@ -30,5 +31,9 @@ struct LatentCall {
 
 // The result does not depend on the number of threads.
 void attend_latents(const LatentAttention& attention, const LatentCall& call);
+
+// The same in memory of a step: so many bytes.
+std::int64_t latent_bytes(const LatentAttention& attention);
+void attend_latents_in(Arena& arena, const LatentAttention& attention, const LatentCall& call);
 
 }  // namespace moechat
