@@ -2759,6 +2759,60 @@ class LayerStep:
         it is not measured.
         """
 
+class MambaMixer:
+    """A Mamba-2 mixer with its projections, for one token; see :mod:`moechat.models.decode.mamba2`.
+
+    Args:
+        type: As for :class:`RmsNorm`, of everything but the state.
+        heads: Heads.
+        head_dim: Elements of a head.
+        groups: Of heads with the same keys and queries.
+        state_size: Elements of a key.
+        taps: Tokens of the convolution, the new one included: at most 8.
+        norm_group: Elements that are normed together.
+        eps: Of the norm.
+        weights: Address of [channels, taps].
+        conv_biases: Address of [channels], or 0.
+        log_rates: Address of [heads].
+        step_biases: Likewise.
+        skips: Likewise.
+        norm: Address of [heads * head_dim].
+        input: The first projection.
+        output: The last one.
+
+    Raises:
+        ValueError: A size is not possible, or the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state_size: int,
+        taps: int,
+        norm_group: int,
+        eps: float,
+        weights: int,
+        conv_biases: int,
+        log_rates: int,
+        step_biases: int,
+        skips: int,
+        norm: int,
+        input: DenseProduct,
+        output: DenseProduct,
+    ) -> None: ...
+    def __call__(self, hidden: int, before: int, state: int, out: int) -> None:
+        """Compute a token.
+
+        Args:
+            hidden: Address of the hidden state.
+            before: Of [channels, taps], the last elements of each channel; written.
+            state: Of float32 [heads, head_dim, state_size]; written.
+            out: Of the result.
+        """
+
 class LatentStep:
     """As :class:`LayerStep`, of a layer with latent attention (DeepSeek-V3, GLM-4.7-Flash).
 

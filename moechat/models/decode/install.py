@@ -19,6 +19,7 @@ from moechat.models.decode.latent_layers import latent_step
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.layers import attention_step
+from moechat.models.decode.mamba2 import native_mamba2, recognise_mamba2
 from moechat.models.decode.native_delta import delta_step, native_delta
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
@@ -44,6 +45,7 @@ class NativeModules:
         rotary: Attention modules with native rotary embedding.
         latent: Attention modules whose latent cache is not expanded.
         deltas: Linear attention by the gated delta rule.
+        mambas: Mamba-2 mixers.
         mlps: Gated feed-forward parts.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts or feed-forward part, is one native call.
@@ -57,6 +59,7 @@ class NativeModules:
     rotary: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
+    mambas: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
@@ -113,6 +116,7 @@ def install_native_modules(model: Any) -> NativeModules:
     neighbours = {module for module in names if recognise_neighbours(module) is not None}
     # What has several parts is recognised before any of these is replaced.
     deltas, mlps = recognise_gated_deltas(model), recognise_mlps(model)
+    mambas = recognise_mamba2(model)
     blocks = recognise_shared_blocks(model, mlps, rules)
     known = recognise_known_layers(model, norms, rules, rotary, deltas)
     for module, forward in tables.items():
@@ -127,6 +131,10 @@ def install_native_modules(model: Any) -> NativeModules:
         if (native := native_delta(delta)) is not None:
             done.replace(module, native)
             done.deltas.append(names[module])
+    for module, mamba in mambas.items():
+        if (native := native_mamba2(mamba)) is not None:
+            done.replace(module, native)
+            done.mambas.append(names[module])
     for module, mlp in mlps.items():
         if (native := native_mlp(mlp)) is not None:
             done.replace(module, native)

@@ -120,8 +120,8 @@ void bind_decode(py::module_& m) {
              require_positive("v_dim", v_dim);
              require_positive("taps", taps);
              if (v_dim % 16 != 0) refuse("v_dim is " + std::to_string(v_dim) + ", not a multiple of 16");
-             if (taps > kMostDeltaTaps) {
-               refuse("taps is " + std::to_string(taps) + ", more than " + std::to_string(kMostDeltaTaps));
+             if (taps > kMostTaps) {
+               refuse("taps is " + std::to_string(taps) + ", more than " + std::to_string(kMostTaps));
              }
              if (places.size() != 6) refuse("there are " + std::to_string(places.size()) + " places, not 6");
              DeltaTask task{};

@@ -22,6 +22,7 @@
 #include "kernels/decode/delta_step.h"
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/latent_step.h"
+#include "kernels/decode/mamba_mixer.h"
 
 namespace moechat {
 namespace {
@@ -295,6 +296,53 @@ Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int
   return mixer;
 }
 
+struct Mamba {
+  MambaMixer task;
+  std::vector<Product> kept;
+
+  void run(Address hidden, Address before, Address state, Address out) const {
+    const ReleaseGil released;
+    mamba_mixer(task, at(hidden), at(before), at<float>(state), at(out));
+  }
+};
+
+Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_dim, std::int64_t groups,
+                 std::int64_t state_size, std::int64_t taps, std::int64_t norm_group, float eps,
+                 Address weights, Address conv_biases, Address log_rates, Address step_biases, Address skips,
+                 Address norm, Product input, Product output) {
+  require_positive("heads", heads);
+  require_positive("head_dim", head_dim);
+  require_positive("groups", groups);
+  require_positive("state_size", state_size);
+  require_positive("taps", taps);
+  require_positive("norm_group", norm_group);
+  if (heads % groups != 0) refuse("heads are not a multiple of groups");
+  if (heads * head_dim % norm_group != 0) refuse("the elements are not a multiple of norm_group");
+  if (taps > kMostTaps)
+    refuse("taps is " + std::to_string(taps) + ", more than " + std::to_string(kMostTaps));
+  Mamba mamba{};
+  MambaTask& task = mamba.task.task;
+  task.type = element_type(type);
+  task.heads = heads;
+  task.head_dim = head_dim;
+  task.groups = groups;
+  task.state_size = state_size;
+  task.taps = taps;
+  task.norm_group = norm_group;
+  task.eps = eps;
+  task.weights = at(weights);
+  task.conv_biases = at(conv_biases);
+  task.log_rates = at(log_rates);
+  task.step_biases = at(step_biases);
+  task.skips = at(skips);
+  task.norm = at(norm);
+  mamba.task.input = input.task;
+  mamba.task.output = output.task;
+  check_mamba_mixer(mamba.task);
+  mamba.kept = {std::move(input), std::move(output)};
+  return mamba;
+}
+
 // Addresses of the states of a token: DeltaStates.
 using States = std::pair<Address, Address>;
 
@@ -360,6 +408,12 @@ void bind_layer_step(py::module_& m) {
            py::arg("normed"))
       .def("measure", &MixedStep::measure, py::arg("on"))
       .def("seconds", [](const MixedStep& step) { return step.clocks.seconds(); });
+  py::class_<Mamba>(m, "MambaMixer")
+      .def(py::init(&make_mamba), py::arg("type"), py::arg("heads"), py::arg("head_dim"), py::arg("groups"),
+           py::arg("state_size"), py::arg("taps"), py::arg("norm_group"), py::arg("eps"), py::arg("weights"),
+           py::arg("conv_biases"), py::arg("log_rates"), py::arg("step_biases"), py::arg("skips"),
+           py::arg("norm"), py::arg("input"), py::arg("output"))
+      .def("__call__", &Mamba::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
   py::class_<Step> step(m, "LayerStep");
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),

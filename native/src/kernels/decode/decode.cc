@@ -18,11 +18,12 @@ constexpr std::int64_t kNormElements = 1 << 16;
 constexpr std::int64_t kAttendBytes = 1 << 17;  // of keys and values, which come from memory
 constexpr std::int64_t kPackElements = 1 << 16;
 constexpr std::int64_t kDeltaElements = 1 << 15;  // of states, read twice and written once
+constexpr std::int64_t kMambaElements = 1 << 15;  // of states, read and written once
 constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
 // Slots of the pool's scratch memory; forward.cc uses lower numbers.
-enum Slot { kQueries = 32, kPartials, kUnitScratch, kDeltaScratch };
+enum Slot { kQueries = 32, kPartials, kUnitScratch, kDeltaScratch, kMambaScratch };
 
 std::int64_t padded(std::int64_t count) { return (count + 15) / 16 * 16; }
 
@@ -190,6 +191,25 @@ void delta(const DeltaTask& task) {
       kernel.delta(task, head, head + 1, scratch + each * thread);
     }
   });
+}
+
+void mamba(const MambaTask& given) {
+  const DecodeKernels& kernel = *kernels().decode;
+  ThreadPool::Session session;
+  MambaTask task = given;
+  const std::int64_t inner = task.heads * task.head_dim;
+  const std::int64_t channels = inner + 2 * task.groups * task.state_size;
+  task.mixed = session.scratch<float>(kMambaScratch, padded(channels) + padded(inner));
+  task.made = task.mixed + padded(channels);
+  const int threads = inner * task.state_size < kMambaElements ? 1 : ThreadPool::num_threads();
+  // Parts of a phase are as many as threads can share evenly, a multiple of 16 channels.
+  session.parallel_for(threads, (channels + 15) / 16, 16, [&](std::int64_t begin, std::int64_t end) {
+    kernel.mamba_convolve(task, 16 * begin, std::min(16 * end, channels));
+  });
+  session.parallel_for(threads, task.heads, 1,
+                       [&](std::int64_t begin, std::int64_t end) { kernel.mamba_heads(task, begin, end); });
+  session.parallel_for(threads, inner / task.norm_group, 1,
+                       [&](std::int64_t begin, std::int64_t end) { kernel.mamba_norm(task, begin, end); });
 }
 
 void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {

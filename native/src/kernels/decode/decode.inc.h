@@ -191,7 +191,7 @@ void add_elements(ElementType type, const float* x, std::int64_t count, void* ou
   for_type(type, [&](auto tag) { add_of<decltype(tag)::kType>(x, count, out); });
 }
 
-const DecodeKernels kDecode = {rms_norm,     rotate,        attend_queries, attend_unit,
-                               attend_sum,   attend_prompt, pack_rows,      unpack_rows,
-                               route,        exponentials,  widen,          narrow,
-                               add_elements, delta,         latent_queries, latent_values};
+const DecodeKernels kDecode = {rms_norm,      rotate,         attend_queries, attend_unit, attend_sum,
+                               attend_prompt, pack_rows,      unpack_rows,    route,       exponentials,
+                               widen,         narrow,         add_elements,   delta,       latent_queries,
+                               latent_values, mamba_convolve, mamba_heads,    mamba_norm};

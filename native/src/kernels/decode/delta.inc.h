@@ -1,49 +1,8 @@
 // Linear attention by the gated delta rule over the Vec of one instruction set; see decode_api.h. Included
-// inside the anonymous namespace of the files isa/*.cc, after elements.inc.h.
+// inside the anonymous namespace of the files isa/*.cc, after convolve.inc.h.
 
 // Columns of a state that are computed at a time: eight Vecs stay in registers.
 static constexpr std::int64_t kDeltaColumns = 128;
-
-// Convolution of `count` channels from `channel` on, whose new elements begin at `from`: out = silu(sum of
-// the last `taps` elements times their weights), rounded before and after. The elements before move on by
-// one.
-template <ElementType kType>
-void convolve_of(const DeltaTask& task, std::int64_t from, std::int64_t channel, std::int64_t count,
-                 float* out) {
-  using Type = Elements<kType>;
-  using Storage = typename Type::Storage;
-  const std::int64_t taps = task.taps;
-  const Storage* x = static_cast<const Storage*>(task.mixed) + from;
-  const Storage* weights = static_cast<const Storage*>(task.weights) + channel * taps;
-  Storage* before = static_cast<Storage*>(task.before) + channel * taps;
-  for (std::int64_t i = 0; i < count; ++i) {
-    Storage* window = before + i * taps;
-    for (std::int64_t t = 0; t + 1 < taps; ++t) window[t] = window[t + 1];
-    window[taps - 1] = x[i];
-  }
-  float products[16 * kMostDeltaTaps];
-  for (std::int64_t i = 0; i < count; i += 16) {
-    const std::int64_t lanes = count - i < 16 ? count - i : 16;
-    const std::int64_t all = lanes * taps;
-    const Storage* windows = before + i * taps;
-    const Storage* factors = weights + i * taps;
-    std::int64_t c = 0;
-    for (; c + 16 <= all; c += 16) store(products + c, mul(Type::get(windows + c), Type::get(factors + c)));
-    if (c < all) {
-      store(products + c, mul(get_part<kType>(windows + c, all - c), get_part<kType>(factors + c, all - c)));
-    }
-    float sums[16] = {};
-    for (std::int64_t lane = 0; lane < lanes; ++lane) {
-      float sum = 0.0f;
-      for (std::int64_t t = 0; t < taps; ++t) sum += products[lane * taps + t];
-      sums[lane] = sum;
-    }
-    const Vec total = Type::rounded(load(sums));
-    float results[16];
-    store(results, Type::rounded(mul(total, sigmoid(total))));
-    for (std::int64_t lane = 0; lane < lanes; ++lane) out[i + lane] = results[lane];
-  }
-}
 
 // x * factor / |x|.
 inline void to_unit(float* x, std::int64_t count, float factor) {
@@ -56,13 +15,6 @@ inline void to_unit(float* x, std::int64_t count, float factor) {
   }
   const float scale = factor / ::sqrtf(lane_sum(sums) + kDeltaUnitEps);
   for (i = 0; i < count; ++i) x[i] *= scale;
-}
-
-template <ElementType kType>
-float element_of(const void* row, std::int64_t index) {
-  float lanes[16];
-  store(lanes, get_part<kType>(static_cast<const typename Elements<kType>::Storage*>(row) + index, 1));
-  return lanes[0];
 }
 
 // `vecs` Vecs of columns of a state: decays it, adds what the token changes, and reads it.
@@ -104,16 +56,17 @@ void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float
   float* k = q + k_dim;
   float* v = k + k_dim;
   float* made = v + v_dim;
+  const ConvolveTask taps{task.taps, task.mixed, task.weights, nullptr, task.before};
   for (std::int64_t head = begin; head < end; ++head) {
     const std::int64_t keys = task.k_heads * k_dim;
-    convolve_of<kType>(task, task.q.start + head * task.q.stride, head * k_dim, k_dim, q);
-    convolve_of<kType>(task, task.k.start + head * task.k.stride, keys + head * k_dim, k_dim, k);
+    convolve_of<kType>(taps, task.q.start + head * task.q.stride, head * k_dim, k_dim, q);
+    convolve_of<kType>(taps, task.k.start + head * task.k.stride, keys + head * k_dim, k_dim, k);
     to_unit(q, k_dim, 1.0f / ::sqrtf(static_cast<float>(k_dim)));
     to_unit(k, k_dim, 1.0f);
     for (std::int64_t inner = 0; inner < group; ++inner) {
       const std::int64_t value = head * group + inner;
       const std::int64_t from = task.v.start + head * task.v.stride + inner * v_dim;
-      convolve_of<kType>(task, from, 2 * keys + value * v_dim, v_dim, v);
+      convolve_of<kType>(taps, from, 2 * keys + value * v_dim, v_dim, v);
       const float b = element_of<kType>(task.beta_row, task.beta.start + head * task.beta.stride + inner);
       float lanes[16];
       store(lanes, Type::rounded(set1(1.0f / (1.0f + ::expf(-b)))));

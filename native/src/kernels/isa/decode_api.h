@@ -130,6 +130,17 @@ struct RouteTask {
   void* logits;  // [tokens, experts], rounded to logits_type: float32 or the element type
 };
 
+static constexpr std::int64_t kMostTaps = 8;
+
+// A short convolution over the last tokens of channels.
+struct ConvolveTask {
+  std::int64_t taps;    // tokens, the new one included: at most kMostTaps
+  const void* row;      // elements of the new token
+  const void* weights;  // [channels, taps]
+  const void* biases;   // [channels] or null
+  void* before;         // [channels, taps]: the last elements of each channel
+};
+
 // A token of linear attention by the gated delta rule; moechat/models/decode/gated_delta.py has the formulas.
 // Convolution, norms and rule are computed in float32 and rounded to the element type after each.
 struct DeltaTask {
@@ -142,7 +153,7 @@ struct DeltaTask {
   std::int64_t group;    // heads of values for each
   std::int64_t k_dim;
   std::int64_t v_dim;  // a multiple of 16
-  std::int64_t taps;   // at most kMostDeltaTaps
+  std::int64_t taps;   // at most kMostTaps
   Place q, k, v, gate, beta, decay;
   float eps;              // of the norm
   const void* weights;    // [channels, taps]: of all queries, all keys, all values
@@ -158,12 +169,37 @@ struct DeltaTask {
   void* out;     // [k_heads * group * v_dim]
 };
 
-static constexpr std::int64_t kMostDeltaTaps = 8;
 static constexpr float kDeltaUnitEps = 1e-6f;  // added to the sum of squares of a query or a key
 
 static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
   return 2 * task.k_dim + 2 * task.v_dim + 16;
 }
+
+// A token of a Mamba-2 mixer between its projections; moechat/models/decode/mamba2.py has the formulas. The
+// convolution is rounded to the element type before and after its activation, as are steps, what a state
+// gives, and the norm; states are float32.
+struct MambaTask {
+  ElementType type;
+  std::int64_t heads, head_dim;
+  std::int64_t groups;      // of heads with the same keys and queries
+  std::int64_t state_size;  // elements of a key
+  std::int64_t taps;        // at most kMostTaps
+  std::int64_t norm_group;  // elements that are normed together
+  float eps;                // of the norm
+  // Channels: all heads' elements, all groups' keys, all groups' queries.
+  const void* weights;      // [channels, taps]
+  const void* conv_biases;  // [channels] or null
+  const void* log_rates;    // [heads]
+  const void* step_biases;  // [heads]
+  const void* skips;        // [heads]
+  const void* norm;         // [heads * head_dim]
+  const void* row;          // gates [heads * head_dim], channels, steps [heads]
+  void* before;             // [channels, taps]
+  float* state;             // [heads, head_dim, state_size]
+  float* mixed;             // [channels], scratch
+  float* made;              // [heads * head_dim], scratch
+  void* out;                // [heads * head_dim]
+};
 
 // A product of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) with the weights of its heads,
 // each of which has `plain` rows that make keys of latents, then `value_dim` rows that make values.
@@ -212,6 +248,10 @@ struct DecodeKernels {
   // that a head has of its sum of latents. Rounded to the element type.
   void (*latent_queries)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
   void (*latent_values)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
+  // In this order: channels [begin, end), a multiple of 16 but for the last; heads; groups of the norm.
+  void (*mamba_convolve)(const MambaTask& task, std::int64_t begin, std::int64_t end);
+  void (*mamba_heads)(const MambaTask& task, std::int64_t begin, std::int64_t end);
+  void (*mamba_norm)(const MambaTask& task, std::int64_t begin, std::int64_t end);
 };
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {

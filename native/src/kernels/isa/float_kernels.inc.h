@@ -20,7 +20,9 @@
 #include "kernels/decode/packed_rows.inc.h"
 #include "kernels/decode/attend.inc.h"
 #include "kernels/decode/attend_prompt.inc.h"
+#include "kernels/decode/convolve.inc.h"
 #include "kernels/decode/delta.inc.h"
+#include "kernels/decode/mamba.inc.h"
 #include "kernels/decode/latent.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on
