@@ -14,7 +14,7 @@ from moechat.models.decode import attention
 from moechat.models.decode.angles import angle_count, recognise_angles
 from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
 from moechat.models.decode.known_layers import recognise_known_layers
-from moechat.models.decode.latent import LATENT, Latent, recognise_latent
+from moechat.models.decode.latent import LATENT, Latent, latent_projections, recognise_latent
 from moechat.models.decode.latent_layers import latent_step
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.layer_kind import layer_kind
@@ -23,6 +23,7 @@ from moechat.models.decode.mamba2 import native_mamba2, recognise_mamba2
 from moechat.models.decode.native_delta import delta_step, native_delta
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
+from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
 from moechat.models.decode.routers import Rule, native_router, recognise_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
@@ -139,6 +140,10 @@ def install_native_modules(model: Any) -> NativeModules:
         if (native := native_mlp(mlp)) is not None:
             done.replace(module, native)
             done.mlps.append(names[module])
+    kept = latent_projections(model)
+    for module in names:
+        if type(module) is nn.Linear and module not in kept and (native := native_rows(module)) is not None:
+            done.replace(module, native)
     attention.register()
     config = model.config
     before = config._attn_implementation

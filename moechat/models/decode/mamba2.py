@@ -32,6 +32,8 @@ from moechat.models.state_layer import StateLayer
 _PROJECTIONS = ("in_proj", "out_proj")
 _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size", "layer_idx")
 _VECTORS = ("A_log", "dt_bias", "D")
+# Of hidden states that are tried in float16: larger ones, which meet random projections, give infinities.
+_FP16_SIZES = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def agrees(mamba: Mamba2) -> bool:
         ours = [each.clone() for each in layer.tensors()]
         try:
             with random_projections(mixer, _PROJECTIONS, normal):
-                for size in SIZES:
+                for size in _FP16_SIZES if dtype is torch.float16 else SIZES:
                     x = normal(1, 1, hidden) * size
                     theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
                     first, last = mamba.projections

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from moechat import _native
+from moechat.models.element_types import ELEMENTS
 from moechat.models.linear import PackedLinear, StoredLinear
 
 
@@ -32,3 +33,25 @@ def row_product(module: nn.Module) -> _native.DenseProduct | None:
         return None
     words = weight.detach().view(torch.int16).numpy().view("uint16")
     return _native.rows16_product(words, weight.dtype is torch.float16, None)
+
+
+def native_rows(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A ``forward`` for a layer that is left as torch has it, such as a router's, natively for a few tokens.
+
+    torch multiplies a single token by it on one thread. ``None``: native code does not read its weights.
+    """
+    product = row_product(module)
+    if product is None:
+        return None
+    own, columns, rows = module.forward, module.in_features, module.out_features
+    most = _native.MOST_STEP_TOKENS
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        tokens = x.numel() // columns
+        if not 0 < tokens <= most or x.dtype not in ELEMENTS or not (x.is_cpu and x.is_contiguous()):
+            return own(x)
+        out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
+        product(ELEMENTS[x.dtype], x.data_ptr(), tokens, out.data_ptr())
+        return out
+
+    return forward
