@@ -24,6 +24,7 @@ _POOL_BYTES = 1 << 24
 _KINDS = {
     "f32": gguf.GGMLQuantizationType.F32,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q5_0": gguf.GGMLQuantizationType.Q5_0,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_k": gguf.GGMLQuantizationType.Q4_K,
     "q5_k": gguf.GGMLQuantizationType.Q5_K,
@@ -43,6 +44,15 @@ def q4_0_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.
     """Random blocks ``[count, 18]`` of ``d * (q - 8)``; the sign of d is drawn, so that the mean is 0."""
     blocks = generator.integers(0, 256, (count, 18), dtype=np.uint8)
     size = generator.uniform(0.75, 1.25, count) / (_spread(4) * inputs**0.5)
+    scale = (size * generator.choice((-1.0, 1.0), count)).astype(np.float16)
+    blocks[:, :2] = scale.view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+def q5_0_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 22]`` of ``d * (q - 16)``; the sign of d is drawn, so that the mean is 0."""
+    blocks = generator.integers(0, 256, (count, 22), dtype=np.uint8)
+    size = generator.uniform(0.75, 1.25, count) / (_spread(5) * inputs**0.5)
     scale = (size * generator.choice((-1.0, 1.0), count)).astype(np.float16)
     blocks[:, :2] = scale.view(np.uint8).reshape(count, 2)
     return blocks
@@ -93,6 +103,7 @@ def _scaled_blocks(
 
 _BLOCKS = {
     "q4_0": q4_0_blocks,
+    "q5_0": q5_0_blocks,
     "q8_0": q8_0_blocks,
     "q4_k": q4_k_blocks,
     "q5_k": q5_k_blocks,
@@ -155,6 +166,8 @@ def write_gguf(plan: GgufPlan, path: Path, *, seed: int = 0) -> Iterator[int]:
             writer.add_float32(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         else:
             writer.add_uint32(key, value)
     for tensor in plan.tensors:

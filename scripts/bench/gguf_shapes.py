@@ -2,7 +2,7 @@
 
 Pure arithmetic over a transformers configuration; no package is needed. ``gguf_files.py`` writes such a file,
 ``bench/cpu`` measures it. Names and metadata are those that llama.cpp's loaders of the architectures
-``llama`` (Mixtral), ``olmoe``, ``qwen3moe`` and ``qwen35moe`` ask for.
+``llama`` (Mixtral), ``olmoe``, ``qwen3moe``, ``qwen35moe`` and ``deepseek2`` (GLM-4.7-Flash) ask for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ REVISION = 1
 BLOCKS = {
     "f32": (1, 4),
     "q4_0": (32, 18),
+    "q5_0": (32, 22),
     "q8_0": (32, 34),
     "q4_k": (256, 144),
     "q5_k": (256, 176),
@@ -30,7 +31,9 @@ _ARCHITECTURES = {
     "olmoe": "olmoe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_moe_text": "qwen35moe",
+    "glm4_moe_lite": "deepseek2",
 }
+_EXPERTS = {"mixtral": "num_local_experts", "glm4_moe_lite": "n_routed_experts"}
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def plan_gguf(
     is the mix that most people use, with more bits for the matrices that need them.
 
     Args:
-        config: A transformers configuration of Mixtral, OLMoE, Qwen3-MoE or Qwen3.5-MoE.
+        config: A transformers configuration of Mixtral, OLMoE, Qwen3-MoE, Qwen3.5-MoE or GLM-4.7-Flash.
         kind: One of :data:`FORMATS`.
         neurons: Of an expert instead of the configuration's.
         context: Tokens that the file says the model was made for.
@@ -191,13 +194,13 @@ def plan_gguf(
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
-    experts = config["num_local_experts" if family == "mixtral" else "num_experts"]
+    linear, latent = family == "qwen3_5_moe_text", family == "glm4_moe_lite"
+    experts = config[_EXPERTS.get(family, "num_experts")]
     top_k = config["num_experts_per_tok"]
     inner = (
         neurons or config["intermediate_size" if family in ("mixtral", "olmoe") else "moe_intermediate_size"]
     )
-    linear = family == "qwen3_5_moe_text"
-    if linear and kind == "q4_k_m":
+    if (linear or latent) and kind == "q4_k_m":
         raise ValueError(f"the mix q4_k_m of {family} is not known here")
 
     mix = _Mix(kind, layers, experts)
@@ -205,7 +208,15 @@ def plan_gguf(
     for layer in range(layers):
         block = f"blk.{layer}."
         tensors.append(Tensor(block + "attn_norm.weight", (hidden,), "f32"))
-        if linear:
+        if latent:
+            tensors += _latent_attention(config, block, mix.base)
+            if layer < config["first_k_dense_replace"]:
+                tensors += _feed_forward(block, "", config["intermediate_size"], hidden, mix.base)
+                continue
+            shared = config["n_shared_experts"] * inner
+            tensors += _feed_forward(block, "_shexp", shared, hidden, mix.base)
+            tensors.append(Tensor(block + "exp_probs_b.bias", (experts,), "f32"))
+        elif linear:
             tensors += _qwen35_layer(config, block, config["layer_types"][layer], mix.base)
         else:
             tensors += [
@@ -252,10 +263,65 @@ def plan_gguf(
     }
     if linear:
         own |= _qwen35_values(config)
+    if latent:
+        own |= _latent_values(config)
     # Tokens are given as numbers, so there is no vocabulary of texts.
     metadata: dict[str, int | float | str | list[int]] = {"tokenizer.ggml.model": "no_vocab"}
     metadata |= {f"{architecture}.{key}": value for key, value in own.items()}
     return GgufPlan(architecture, metadata, tuple(tensors))
+
+
+def _latent_attention(config: Mapping[str, Any], block: str, kind: str) -> list[Tensor]:
+    """Latent attention of a layer of GLM-4.7-Flash, and the norm behind it.
+
+    Rows of its keys' matrix are no whole number of blocks of Q4_K; llama.cpp's own quantiser takes Q5_0 then.
+    """
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    queries = config["q_lora_rank"]
+    matrices = {
+        "attn_q_a": (queries, hidden),
+        "attn_q_b": (heads * (plain + rotated), queries),
+        "attn_kv_a_mqa": (rank + rotated, hidden),
+        "attn_k_b": (heads, rank, plain),
+        "attn_v_b": (heads, value, rank),
+        "attn_output": (hidden, heads * value),
+    }
+    norms = {"attn_q_a_norm": queries, "attn_kv_a_norm": rank, "ffn_norm": hidden}
+    return [
+        *(
+            Tensor(f"{block}{name}.weight", shape, kind if shape[-1] % BLOCKS[kind][0] == 0 else "q5_0")
+            for name, shape in matrices.items()
+        ),
+        *(Tensor(f"{block}{name}.weight", (size,), "f32") for name, size in norms.items()),
+    ]
+
+
+def _feed_forward(block: str, suffix: str, inner: int, hidden: int, kind: str) -> list[Tensor]:
+    shapes = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    return [Tensor(f"{block}{name}{suffix}.weight", shape, kind) for name, shape in shapes.items()]
+
+
+def _latent_values(config: Mapping[str, Any]) -> dict[str, int | float | list[int]]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotated,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
 
 
 def _qwen35_layer(config: Mapping[str, Any], block: str, layer_type: str, kind: str) -> list[Tensor]:

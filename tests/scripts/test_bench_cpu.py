@@ -95,6 +95,23 @@ def test_gguf_bytes_of_linear_attention_are_those_of_the_published_model() -> No
         shapes.plan_gguf(config, "q4_k_m")
 
 
+def test_gguf_bytes_of_latent_attention_are_those_of_the_published_model() -> None:
+    shapes = module("gguf_shapes")
+    config = json.loads((ROOT / "moechat/hub/shapes/glm-4.7-flash.json").read_text())
+    plan = shapes.plan_gguf(config, "q4_k")
+    # 29.9 billion weights with 4.5 bits, but for norms, routers and the matrices of keys.
+    assert plan.nbytes == pytest.approx(29.9e9 * 4.5 / 8, rel=1e-2)
+    heads, rank, plain, rotated, value = 20, 512, 192, 64, 256
+    attention = 2048 * 768 + 768 * heads * (plain + rotated) + 2048 * (rank + rotated)
+    attention += heads * value * rank + heads * value * 2048
+    layers = 47 * attention + 3 * 2048 * 10240 + 46 * 5 * 3 * 2048 * 1536
+    keys = 47 * heads * rank * plain
+    odd = 47 * (768 + rank + 2 * 2048) + 46 * (64 * 2048 + 64) + 2048
+    packed = (layers + 154880 * 2048 + 2048) * 18 // 32
+    assert plan.active_bytes == packed + keys * 22 // 32 + 4 * odd
+    assert plan.metadata["deepseek2.expert_weights_norm"] is True
+
+
 def test_both_formats_have_the_same_bits_and_odd_rows_are_refused() -> None:
     shapes = module("gguf_shapes")
     config = CONFIGS["qwen3_moe"]
