@@ -21,7 +21,11 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/decode/delta_step.h"
+#include "kernels/decode/feed_step.h"
+#include "kernels/decode/latent_step.h"
 #include "kernels/decode/layer_step.h"
+#include "kernels/decode/mamba_mixer.h"
 #include "kernels/dense/linear.h"
 #include "kernels/dense/rows16.h"
 #include "kernels/experts/forward.h"
@@ -320,138 +324,363 @@ void packed_matrices() {
   }
 }
 
-// Steps of a decoder layer from several threads at once, with odd sizes, in memory of exact size.
-void steps_of_a_layer() {
-  constexpr std::int64_t kHidden = 70, kKvHeads = 2, kGroup = 3, kDim = 22, kExperts = 9, kChosen = 4;
-  constexpr std::int64_t kCapacity = 6;
-  std::mt19937 generator(13);
-  const Packed query(generator, kKvHeads * kGroup * kDim, kHidden, 4);
-  const Packed key(generator, kKvHeads * kDim, kHidden, 8);
-  const Packed value(generator, kKvHeads * kDim, kHidden, 4);
-  const Packed output(generator, kHidden, kKvHeads * kGroup * kDim, 4);
-  const auto norms = random_values(generator, kHidden);
-  const auto head_norms = random_values(generator, kDim);
-  const auto router = random_values(generator, kExperts * kHidden);
-  const auto angles = random_values(generator, kDim / 2);
-  const auto product = [](const Packed& of) {
-    return StepProduct{of.layout.rows, of.layout.cols, of.data.get(), nullptr, true, of.layout, 16, false};
-  };
-  const auto norm = [](const std::vector<float>& weight) {
-    return NormTask{ElementType::kFloat32,
-                    nullptr,
-                    weight.data(),
-                    nullptr,
-                    static_cast<std::int64_t>(weight.size()),
-                    1e-5f,
-                    0.0f,
-                    true};
-  };
-  LayerStep step{};
-  step.type = ElementType::kFloat32;
-  step.hidden = kHidden;
-  step.before = step.after = norm(norms);
-  step.query = product(query);
-  step.key = product(key);
-  step.value = product(value);
-  step.output = product(output);
-  step.norms_heads = true;
-  step.query_norm = step.key_norm = norm(head_norms);
-  step.attention.type = ElementType::kFloat32;
-  step.attention.kv_heads = kKvHeads;
-  step.attention.group = kGroup;
-  step.attention.key_dim = step.attention.value_dim = kDim;
-  step.attention.scale = 0.2f;
-  step.angles = kDim / 2;
-  step.width = kDim;
-  step.routes = true;
-  step.routing.type = step.routing.logits_type = ElementType::kFloat32;
-  step.routing.weight = router.data();
-  step.routing.experts = kExperts;
-  step.routing.hidden = kHidden;
-  step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, 1.0f, ElementType::kFloat32};
-  check_layer_step(step);
+StepProduct product_of(const Packed& of) {
+  return {of.layout.rows, of.layout.cols, of.data.get(), nullptr, true, of.layout, 16, false};
+}
 
-  const auto decode = [&](unsigned seed) {
-    std::mt19937 own(seed);
-    std::vector<float> keys(kKvHeads * kCapacity * kDim), values(keys.size()), all;
-    for (std::int64_t held = 0; held < kCapacity; ++held) {
-      const auto hidden = random_values(own, kHidden);
-      std::vector<float> residual(kHidden), x(kHidden), weights(kChosen);
-      std::vector<std::int64_t> index(kChosen);
-      const CachePlace place{keys.data(), kCapacity * kDim, values.data(), kCapacity * kDim, held, false};
-      layer_step(step, {1, hidden.data(), angles.data(), angles.data(), &place, residual.data(), x.data(),
-                        index.data(), weights.data(), nullptr});
-      add_rounded(step.type, x.data(), kHidden, residual.data());
-      ++operations;
-      for (const auto* part : {&residual, &weights}) all.insert(all.end(), part->begin(), part->end());
-      for (const std::int64_t expert : index) EXPECT(expert >= 0 && expert < kExperts);
+NormTask norm_of(const std::vector<float>& weight) {
+  const auto cols = static_cast<std::int64_t>(weight.size());
+  return {ElementType::kFloat32, nullptr, weight.data(), nullptr, cols, 1e-5f, 0.0f, true};
+}
+
+// A router and a gated shared expert behind a norm, with odd sizes, in memory of exact size.
+struct SharedFeed {
+  static constexpr std::int64_t kInner = 37, kExperts = 9, kChosen = 4;
+  std::int64_t hidden;
+  std::vector<float> norm, router;
+  Packed gate, up, down, shared_gate;
+  FeedStep step{};
+
+  SharedFeed(std::mt19937& generator, std::int64_t width)
+      : hidden(width),
+        norm(random_values(generator, width)),
+        router(random_values(generator, kExperts * width)),
+        gate(generator, kInner, width, 8),
+        up(generator, kInner, width, 8),
+        down(generator, width, kInner, 8),
+        shared_gate(generator, 1, width, 8) {
+    step.after = norm_of(norm);
+    step.routes = step.shares = step.gates = true;
+    step.routing.type = step.routing.logits_type = ElementType::kFloat32;
+    step.routing.weight = router.data();
+    step.routing.experts = kExperts;
+    step.routing.hidden = width;
+    step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, 1.0f, ElementType::kFloat32};
+    step.shared = {ElementType::kFloat32, product_of(gate), product_of(up), product_of(down)};
+    step.gate = product_of(shared_gate);
+  }
+};
+
+// Outputs of some tokens of a step, in memory of exact size.
+struct FedTokens {
+  std::int64_t tokens, hidden;
+  std::vector<float> residual, x, weights, shared;
+  std::vector<std::int64_t> index;
+
+  FedTokens(std::int64_t count, std::int64_t width)
+      : tokens(count),
+        hidden(width),
+        residual(static_cast<std::size_t>(count * width)),
+        x(residual.size()),
+        weights(static_cast<std::size_t>(count * SharedFeed::kChosen)),
+        shared(residual.size()),
+        index(weights.size()) {}
+
+  FeedRows rows() { return {nullptr, x.data(), index.data(), weights.data(), shared.data(), nullptr}; }
+
+  // Adds the experts' result, here their inputs, and appends what a token has to its sequence's values.
+  void finish(const FeedStep& step, const std::vector<std::vector<float>*>& all) {
+    add_experts(step, tokens, x.data(), shared.data(), residual.data());
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const float* row = residual.data() + t * hidden;
+      const float* chosen = weights.data() + t * SharedFeed::kChosen;
+      auto& values = *all[static_cast<std::size_t>(t)];
+      values.insert(values.end(), row, row + hidden);
+      values.insert(values.end(), chosen, chosen + SharedFeed::kChosen);
+    }
+    for (const std::int64_t expert : index) EXPECT(expert >= 0 && expert < SharedFeed::kExperts);
+    ++operations;
+  }
+};
+
+// Sequences of tokens that Layer::step computes, from several threads at once, alone and side by side, each a
+// token behind the one before, so that they differ in length.
+template <class Layer>
+void sequences_of(const Layer& layer) {
+  constexpr unsigned kSequences = 4;
+  using Sequence = typename Layer::Sequence;
+  const auto run = [&](std::vector<Sequence>& each) {
+    std::vector<std::vector<float>> all(each.size());
+    std::vector<std::mt19937> own;
+    for (const Sequence& sequence : each) own.emplace_back(sequence.seed);
+    const auto count = static_cast<std::int64_t>(each.size());
+    for (std::int64_t round = 0; round < Layer::kCapacity + count - 1; ++round) {
+      std::vector<Sequence*> running;
+      std::vector<std::vector<float>*> values;
+      std::vector<float> hidden;
+      for (std::int64_t s = 0; s < count; ++s) {
+        const auto at = static_cast<std::size_t>(s);
+        if (round - s < 0 || round - s >= Layer::kCapacity) continue;
+        running.push_back(&each[at]);
+        values.push_back(&all[at]);
+        const auto next = random_values(own[at], Layer::kHidden);
+        hidden.insert(hidden.end(), next.begin(), next.end());
+      }
+      FedTokens fed(static_cast<std::int64_t>(running.size()), Layer::kHidden);
+      layer.step(running, hidden, fed);
+      fed.finish(layer.feed.step, values);
+      for (Sequence* sequence : running) ++sequence->held;
     }
     return all;
   };
-  // The same sequences side by side, each a token behind the one before, so that their caches differ in
-  // length.
-  const auto decode_together = [&](unsigned sequences) {
-    struct Sequence {
-      std::mt19937 own;
-      std::vector<float> keys, values, all;
-    };
-    std::vector<Sequence> each;
-    for (unsigned seed = 0; seed < sequences; ++seed) {
-      const std::vector<float> empty(kKvHeads * kCapacity * kDim);
-      each.push_back({std::mt19937(seed), empty, empty, {}});
-    }
-    for (std::int64_t round = 0; round < kCapacity + sequences - 1; ++round) {
-      std::vector<unsigned> running;
-      std::vector<CachePlace> places;
-      std::vector<float> hidden, turns;
-      for (unsigned s = 0; s < sequences; ++s) {
-        const std::int64_t held = round - s;
-        if (held < 0 || held >= kCapacity) continue;
-        running.push_back(s);
-        places.push_back(
-            {each[s].keys.data(), kCapacity * kDim, each[s].values.data(), kCapacity * kDim, held, false});
-        const auto next = random_values(each[s].own, kHidden);
-        hidden.insert(hidden.end(), next.begin(), next.end());
-        turns.insert(turns.end(), angles.begin(), angles.end());
-      }
-      const std::size_t tokens = running.size();
-      std::vector<float> residual(tokens * kHidden), x(tokens * kHidden), weights(tokens * kChosen);
-      std::vector<std::int64_t> index(tokens * kChosen);
-      layer_step(step, {static_cast<std::int64_t>(tokens), hidden.data(), turns.data(), turns.data(),
-                        places.data(), residual.data(), x.data(), index.data(), weights.data(), nullptr});
-      add_rounded(step.type, x.data(), static_cast<std::int64_t>(tokens) * kHidden, residual.data());
-      for (std::size_t t = 0; t < tokens; ++t) {
-        auto& all = each[running[t]].all;
-        all.insert(all.end(), &residual[t * kHidden], &residual[t * kHidden] + kHidden);
-        all.insert(all.end(), &weights[t * kChosen], &weights[t * kChosen] + kChosen);
-      }
-    }
-    std::vector<std::vector<float>> found;
-    for (Sequence& sequence : each) found.push_back(std::move(sequence.all));
-    return found;
+  const auto alone = [&](unsigned seed) {
+    std::vector<Sequence> one;
+    one.emplace_back(seed);
+    return run(one)[0];
   };
   ThreadPool::set_num_threads(1);
   std::vector<std::vector<float>> expected;
-  for (unsigned seed = 0; seed < 4; ++seed) expected.push_back(decode(seed));
-  EXPECT(decode_together(4) == expected);
-  ThreadPool::set_num_threads(3);
-  EXPECT(decode_together(4) == expected);
-  ThreadPool::set_num_threads(3);
+  for (unsigned seed = 0; seed < kSequences; ++seed) expected.push_back(alone(seed));
+  for (const int threads : {1, 3}) {
+    ThreadPool::set_num_threads(threads);
+    std::vector<Sequence> each;
+    for (unsigned seed = 0; seed < kSequences; ++seed) each.emplace_back(seed);
+    EXPECT(run(each) == expected);
+  }
   std::vector<std::thread> callers;
-  for (unsigned seed = 0; seed < 4; ++seed) {
+  for (unsigned seed = 0; seed < kSequences; ++seed) {
     callers.emplace_back([&, seed] {
-      for (int round = 0; round < 5; ++round) EXPECT(decode(seed) == expected[seed]);
+      for (int round = 0; round < 5; ++round) EXPECT(alone(seed) == expected[seed]);
     });
   }
   for (std::thread& caller : callers) caller.join();
-  step.query.rows -= 1;
+}
+
+template <class Check>
+void expect_refused(const Check& check) {
   bool caught = false;
   try {
-    check_layer_step(step);
+    check();
   } catch (const std::invalid_argument&) {
     caught = true;
   }
   EXPECT(caught);
+}
+
+// Layers with gated attention.
+struct AttentionLayer {
+  static constexpr std::int64_t kHidden = 70, kKvHeads = 2, kGroup = 3, kDim = 22, kCapacity = 6;
+  struct Sequence {
+    unsigned seed;
+    std::int64_t held = 0;
+    std::vector<float> keys, values;
+    explicit Sequence(unsigned own) : seed(own), keys(kKvHeads * kCapacity * kDim), values(keys.size()) {}
+  };
+  std::mt19937 generator{13};
+  Packed query{generator, 2 * kKvHeads * kGroup * kDim, kHidden, 4};
+  Packed key{generator, kKvHeads * kDim, kHidden, 8};
+  Packed value{generator, kKvHeads * kDim, kHidden, 4};
+  Packed output{generator, kHidden, kKvHeads * kGroup * kDim, 4};
+  std::vector<float> norm = random_values(generator, kHidden), head_norm = random_values(generator, kDim);
+  std::vector<float> angles = random_values(generator, kDim / 2);
+  SharedFeed feed{generator, kHidden};
+  LayerStep task{};
+
+  AttentionLayer() {
+    task.type = ElementType::kFloat32;
+    task.hidden = kHidden;
+    task.before = norm_of(norm);
+    task.query = product_of(query);
+    task.key = product_of(key);
+    task.value = product_of(value);
+    task.output = product_of(output);
+    task.gated = task.norms_heads = true;
+    task.query_norm = task.key_norm = norm_of(head_norm);
+    task.attention.type = ElementType::kFloat32;
+    task.attention.kv_heads = kKvHeads;
+    task.attention.group = kGroup;
+    task.attention.key_dim = task.attention.value_dim = kDim;
+    task.attention.scale = 0.2f;
+    task.angles = kDim / 2;
+    task.width = kDim;
+    task.feed = feed.step;
+    check_layer_step(task);
+  }
+  void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
+    std::vector<CachePlace> places;
+    std::vector<float> turns;
+    for (Sequence* one : running) {
+      places.push_back(
+          {one->keys.data(), kCapacity * kDim, one->values.data(), kCapacity * kDim, one->held, false});
+      turns.insert(turns.end(), angles.begin(), angles.end());
+    }
+    layer_step(task, {fed.tokens, hidden.data(), turns.data(), turns.data(), places.data(),
+                      fed.residual.data(), fed.rows()});
+  }
+};
+
+// Layers with latent attention whose queries are projected twice.
+struct LatentLayer {
+  static constexpr std::int64_t kHidden = 70, kHeads = 3, kPlain = 19, kRotated = 6, kRank = 41, kValue = 13;
+  static constexpr std::int64_t kShort = 29, kCapacity = 6;
+  struct Sequence {
+    unsigned seed;
+    std::int64_t held = 0;
+    std::vector<float> latents, turned;
+    explicit Sequence(unsigned own) : seed(own), latents(kCapacity * kRank), turned(kCapacity * kRotated) {}
+  };
+  std::mt19937 generator{14};
+  Packed short_query{generator, kShort, kHidden, 8};
+  Packed query{generator, kHeads * (kPlain + kRotated), kShort, 8};
+  Packed latent{generator, kRank + kRotated, kHidden, 8};
+  Packed output{generator, kHidden, kHeads * kValue, 4};
+  std::vector<float> norm = random_values(generator, kHidden), short_norm = random_values(generator, kShort);
+  std::vector<float> latent_norm = random_values(generator, kRank);
+  std::vector<float> weight = random_values(generator, kHeads*(kPlain + kValue) * kRank);
+  std::vector<float> angles = random_values(generator, kRotated);
+  SharedFeed feed{generator, kHidden};
+  LatentStep task{};
+
+  LatentLayer() {
+    task.hidden = kHidden;
+    task.before = norm_of(norm);
+    task.shortens = true;
+    task.short_query = product_of(short_query);
+    task.short_norm = norm_of(short_norm);
+    task.query = product_of(query);
+    task.latent = product_of(latent);
+    task.latent_norm = norm_of(latent_norm);
+    task.attention = {ElementType::kFloat32, kHeads, kPlain, kRotated, kRank, kValue, weight.data(), 0.2f};
+    task.angles = kRotated;
+    task.neighbours = true;
+    task.output = product_of(output);
+    task.feed = feed.step;
+    check_latent_step(task);
+  }
+  void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
+    std::vector<CachePlace> places;
+    std::vector<float> turns;
+    for (Sequence* one : running) {
+      places.push_back({one->latents.data(), 0, one->turned.data(), 0, one->held, false});
+      turns.insert(turns.end(), angles.begin(), angles.end());
+    }
+    latent_step(task, {fed.tokens, hidden.data(), turns.data(), turns.data(), places.data(),
+                       fed.residual.data(), fed.rows()});
+  }
+};
+
+// Layers with linear attention by the gated delta rule.
+struct DeltaLayer {
+  static constexpr std::int64_t kHidden = 70, kHeads = 2, kGroup = 2, kKey = 10, kValue = 16, kTaps = 3;
+  static constexpr std::int64_t kKeys = kHeads * kKey, kValues = kHeads * kGroup * kValue;
+  static constexpr std::int64_t kChannels = 2 * kKeys + kValues, kCapacity = 6;
+  struct Sequence {
+    unsigned seed;
+    std::int64_t held = 0;
+    std::vector<float> before, state;
+    explicit Sequence(unsigned own)
+        : seed(own), before(kChannels * kTaps), state(kHeads * kGroup * kKey * kValue) {}
+  };
+  std::mt19937 generator{15};
+  Packed mixed{generator, kChannels, kHidden, 8}, gate{generator, kValues, kHidden, 8};
+  Packed beta{generator, kHeads * kGroup, kHidden, 8}, decay{generator, kHeads * kGroup, kHidden, 8};
+  Packed output{generator, kHidden, kValues, 8};
+  std::vector<float> norm = random_values(generator, kHidden), own_norm = random_values(generator, kValue);
+  std::vector<float> taps = random_values(generator, kChannels* kTaps);
+  std::vector<float> rates = random_values(generator, kHeads* kGroup);
+  SharedFeed feed{generator, kHidden};
+  DeltaStep task{};
+
+  DeltaLayer() {
+    DeltaTask& delta = task.mixer.task;
+    delta.type = ElementType::kFloat32;
+    delta.k_heads = kHeads;
+    delta.group = kGroup;
+    delta.k_dim = kKey;
+    delta.v_dim = kValue;
+    delta.taps = kTaps;
+    delta.q = {0, kKey};
+    delta.k = {kKeys, kKey};
+    delta.v = {2 * kKeys, kGroup * kValue};
+    delta.gate = {0, kGroup * kValue};
+    delta.beta = delta.decay = {0, kGroup};
+    delta.eps = 1e-6f;
+    delta.weights = taps.data();
+    delta.log_rates = delta.biases = rates.data();
+    delta.norm = own_norm.data();
+    task.before = norm_of(norm);
+    task.mixer.inputs = {product_of(mixed), product_of(gate), product_of(beta), product_of(decay)};
+    task.mixer.mixed = 0;
+    task.mixer.gate = 1;
+    task.mixer.beta = 2;
+    task.mixer.decay = 3;
+    task.mixer.output = product_of(output);
+    task.feed = feed.step;
+    check_delta_step(task);
+  }
+  void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
+    std::vector<DeltaStates> states;
+    for (Sequence* one : running) states.push_back({one->before.data(), one->state.data()});
+    delta_step(task, {fed.tokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
+  }
+};
+
+// Layers with a Mamba-2 mixer, whose tokens are computed one after the other, before the same router.
+struct MambaLayer {
+  static constexpr std::int64_t kHidden = 70, kHeads = 4, kDim = 6, kGroups = 2, kState = 21, kTaps = 4;
+  static constexpr std::int64_t kInner = kHeads * kDim, kChannels = kInner + 2 * kGroups * kState;
+  static constexpr std::int64_t kCapacity = 6;
+  struct Sequence {
+    unsigned seed;
+    std::int64_t held = 0;
+    std::vector<float> before, state;
+    explicit Sequence(unsigned own) : seed(own), before(kChannels * kTaps), state(kInner * kState) {}
+  };
+  std::mt19937 generator{16};
+  Packed input{generator, kInner + kChannels + kHeads, kHidden, 8}, output{generator, kHidden, kInner, 8};
+  std::vector<float> taps = random_values(generator, kChannels* kTaps);
+  std::vector<float> biases = random_values(generator, kChannels), heads = random_values(generator, kHeads);
+  std::vector<float> norm = random_values(generator, kInner);
+  SharedFeed feed{generator, kHidden};
+  MambaMixer mixer{};
+
+  MambaLayer() {
+    MambaTask& task = mixer.task;
+    task.type = ElementType::kFloat32;
+    task.heads = kHeads;
+    task.head_dim = kDim;
+    task.groups = kGroups;
+    task.state_size = kState;
+    task.taps = kTaps;
+    task.norm_group = kInner / kGroups;
+    task.eps = 1e-5f;
+    task.weights = taps.data();
+    task.conv_biases = biases.data();
+    task.log_rates = task.step_biases = task.skips = heads.data();
+    task.norm = norm.data();
+    mixer.input = product_of(input);
+    mixer.output = product_of(output);
+    check_mamba_mixer(mixer);
+  }
+  void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
+    for (std::size_t t = 0; t < running.size(); ++t) {
+      mamba_mixer(mixer, hidden.data() + t * kHidden, running[t]->before.data(), running[t]->state.data(),
+                  fed.residual.data() + t * kHidden);
+    }
+    StepClock clock(nullptr);
+    FeedRows rows = fed.rows();
+    rows.residual = fed.residual.data();
+    feed_step(feed.step, fed.tokens, rows, clock);
+  }
+};
+
+void steps_of_layers() {
+  AttentionLayer attention;
+  LatentLayer latent;
+  DeltaLayer delta;
+  MambaLayer mamba;
+  sequences_of(attention);
+  sequences_of(latent);
+  sequences_of(delta);
+  sequences_of(mamba);
+  attention.task.query.rows -= 1;
+  latent.task.latent_norm.cols -= 1;
+  delta.task.mixer.output.cols -= 1;
+  mamba.mixer.input.rows -= 1;
+  expect_refused([&] { check_layer_step(attention.task); });
+  expect_refused([&] { check_latent_step(latent.task); });
+  expect_refused([&] { check_delta_step(delta.task); });
+  expect_refused([&] { check_mamba_mixer(mamba.mixer); });
 }
 
 void callers_at_once() {
@@ -691,7 +920,7 @@ int main() {
   moechat::kept_encodings();
   moechat::tokens_together_or_alone();
   moechat::packed_matrices();
-  moechat::steps_of_a_layer();
+  moechat::steps_of_layers();
   moechat::exceptions_are_rethrown_to_the_caller();
   moechat::callers_at_once();
   moechat::every_part_runs_once();
