@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 import moechat
-from moechat.models.decode.angles import recognise_angles, tabled_angles
+from moechat.models.decode.angles import angle_count, recognise_angles, tabled_angles
 
 KINDS = [("qwen3_moe", Qwen3MoeRotaryEmbedding), ("gpt_oss", GptOssRotaryEmbedding)]
 
@@ -30,7 +30,7 @@ def test_the_family_computes_a_table_once() -> None:
     real = type(module).forward
     try:
         type(module).forward = lambda self, x, at: calls.append(at.numel()) or real(self, x, at)
-        looked = tabled_angles(module, broadcasts=False)
+        looked = tabled_angles(module)
         for position in (*range(256), 256, 257, 3):
             looked(x, torch.tensor([[position]]))
     finally:
@@ -91,3 +91,48 @@ def test_a_loaded_model_looks_its_angles_up(tmp_path: Path, moechat_home: Path) 
     write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe"))
     with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
         assert engine.loaded.native_modules.angles == ["model.rotary_emb"]
+
+
+class Spread(Qwen3MoeRotaryEmbedding):
+    """Takes a position in three dimensions, as models for texts and images do, and rotates by their sum."""
+
+    takes_one = True
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        if position_ids.ndim == 2 and not self.takes_one:
+            raise ValueError("one dimension")
+        sums = position_ids.expand(3, *position_ids.shape[-2:]).sum(0)
+        return super().forward(x, sums)
+
+
+@pytest.mark.parametrize("takes_one", [True, False])
+def test_equal_positions_in_several_dimensions_are_looked_up_as_one(takes_one: bool) -> None:
+    module = module_of("qwen3_moe", Spread)
+    module.takes_one = takes_one
+    ours = recognise_angles(module)
+    assert ours is not None
+    assert angle_count(module) == module.inv_freq.numel() * 2
+    x = torch.zeros(1, 1, 8)
+    for position in (0, 3, 300):
+        at = torch.tensor([[position]])
+        wanted = module(x, at.expand(3, 1, 1))
+        for found in (ours(x, at), ours(x, at.expand(3, 1, 1))):
+            assert all(map(torch.allclose, found, wanted))
+    unequal = torch.tensor([[[1]], [[2]], [[4]]])
+    assert all(map(torch.equal, ours(x, unequal), module(x, unequal)))
+
+
+def test_a_module_whose_angles_have_as_many_dimensions_as_positions_gets_only_one() -> None:
+    class Stacked(Qwen3MoeRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            if position_ids.ndim == 2:
+                return super().forward(x, position_ids)
+            each = [super(Stacked, self).forward(x, at) for at in position_ids]
+            return tuple(map(torch.stack, zip(*each, strict=True)))
+
+    module = module_of("qwen3_moe", Stacked)
+    ours = recognise_angles(module)
+    assert ours is not None
+    x, at = torch.zeros(1, 1, 8), torch.tensor([[7]])
+    assert all(map(torch.allclose, ours(x, at), module(x, at)))
+    assert ours(x, at.expand(3, 1, 1))[0].shape == (3, *module(x, at)[0].shape)

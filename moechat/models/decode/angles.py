@@ -37,36 +37,50 @@ def recognise_angles(module: Any) -> Angles | None:
         return None
     if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
-    ours, broadcasts = tabled_angles(module, broadcasts=False), True
     with probing() as generator:
-        for dtype in (torch.float32, torch.bfloat16):
-            x, other = torch.randn((2, 1, 1, 8), generator=generator).to(dtype)
-            for position in (0, 5, _POSITIONS + 3):
-                at = torch.tensor([[position]])
-                try:
-                    wanted = module(x, at)
-                    found = ours(other, at)
-                except Exception:  # it needs other inputs
-                    return None
-                if type(wanted) is not tuple or len(wanted) != 2 or not all(map(close, found, wanted)):
-                    return None
-                broadcasts = broadcasts and _same(module, x, at.expand(_DIMENSIONS, 1, 1), wanted)
-    return tabled_angles(module, broadcasts=broadcasts)
+        for dimensions, broadcasts in ((1, True), (1, False), (_DIMENSIONS, True)):
+            ours = tabled_angles(module, dimensions=dimensions, broadcasts=broadcasts)
+            if _agrees(module, ours, generator, dimensions, broadcasts):
+                return ours
+    return None
 
 
-def _same(module: nn.Module, x: torch.Tensor, at: torch.Tensor, wanted: tuple[torch.Tensor, ...]) -> bool:
-    try:
-        found = module(x, at)
-    except Exception:  # it takes one dimension of positions
-        return False
-    return type(found) is tuple and len(found) == len(wanted) and all(map(close, found, wanted))
+def _agrees(
+    module: nn.Module, ours: Angles, generator: torch.Generator, dimensions: int, broadcasts: bool
+) -> bool:
+    """Whether the angles of a table are those of the module, for several positions and hidden states."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, other = torch.randn((2, 1, 1, 8), generator=generator).to(dtype)
+        for position in (0, 5, _POSITIONS + 3):
+            at = torch.tensor([[position]])
+            try:
+                wanted = module(x, _in_dimensions(at, dimensions))
+                found = [ours(other, at)]
+                if broadcasts:
+                    found += [
+                        ours(other, at.expand(_DIMENSIONS, 1, 1)),
+                        module(x, at.expand(_DIMENSIONS, 1, 1)),
+                    ]
+            except Exception:  # it needs other inputs
+                return False
+            if type(wanted) is not tuple or len(wanted) != 2:
+                return False
+            if not all(len(each) == 2 and all(map(close, each, wanted)) for each in found):
+                return False
+    return True
 
 
-def tabled_angles(module: nn.Module, *, broadcasts: bool) -> Angles:
+def _in_dimensions(positions: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """Positions ``[1, tokens]`` as a module of several dimensions takes them."""
+    return positions if dimensions == 1 else positions.expand(dimensions, *positions.shape)
+
+
+def tabled_angles(module: nn.Module, *, dimensions: int = 1, broadcasts: bool = False) -> Angles:
     """The ``forward`` of ``module`` with a table for passes of one token.
 
     Args:
         module: Its cosines and sines depend only on each position.
+        dimensions: Of the positions that it takes: 1 for ``[1, tokens]``.
         broadcasts: With equal positions in several dimensions, ``[dimensions, 1, 1]``, they are those of one.
     """
     own = module.forward
@@ -86,7 +100,7 @@ def tabled_angles(module: nn.Module, *, broadcasts: bool) -> Angles:
                 del tables[next(iter(tables))]
             positions = torch.arange(table * _POSITIONS, (table + 1) * _POSITIONS)[None]
             with one_thread():
-                cos, sin = own(x, positions)
+                cos, sin = own(x, _in_dimensions(positions, dimensions))
             found = tables[dtype, table] = cos.contiguous(), sin.contiguous()
         cos, sin = found
         return cos.narrow(1, row, 1), sin.narrow(1, row, 1)
@@ -111,6 +125,10 @@ def angle_counts(model: nn.Module) -> set[int]:
 
 def angle_count(module: nn.Module) -> int:
     """Number of cosines per token from a module of angles."""
+    at = torch.tensor([[0]])
     with probing():
-        cos: torch.Tensor = module(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0]
+        try:
+            cos: torch.Tensor = module(torch.zeros(1, 1, 1), at)[0]
+        except Exception:  # it takes positions in several dimensions only
+            cos = module(torch.zeros(1, 1, 1), _in_dimensions(at, _DIMENSIONS))[0]
         return cos.shape[-1]

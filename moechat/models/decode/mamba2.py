@@ -134,10 +134,14 @@ def _described(module: Any) -> Mamba2 | None:
     if {name for name, held in module._parameters.items() if held is not None} != set(_VECTORS):
         return None
     numbers = [number for name in _NUMBERS if type(number := getattr(module, name, None)) is int]
-    eps, group = getattr(module.norm, "variance_epsilon", None), getattr(module.norm, "group_size", None)
-    if len(numbers) < len(_NUMBERS) or not isinstance(eps, float) or type(group) is not int:
+    eps = getattr(module.norm, "variance_epsilon", None)
+    if len(numbers) < len(_NUMBERS) or not isinstance(eps, float):
         return None
     heads, head_dim, groups, state_size, taps, index = numbers
+    # Until transformers 5.22 some families' norms have no groups.
+    group = getattr(module.norm, "group_size", heads * head_dim)
+    if type(group) is not int:
+        return None
     mamba = Mamba2(module, heads, head_dim, groups, state_size, taps, index, group, eps)
     return mamba if min(heads, head_dim, groups, state_size, taps, group) > 0 and _fits(mamba) else None
 

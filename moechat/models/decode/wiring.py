@@ -68,7 +68,8 @@ _BASE_NAMES = frozenset(
         "create_recurrent_attention_mask",
         *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
         *("view", "expand", "ndim"),
-        "BaseModelOutputWithPast",  # until transformers 5.22, of some families
+        # Until transformers 5.22, of some families.
+        *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast"),
     }
 )
 # Arguments of a layer that its parts use, or that have no effect for one token that attends to all keys.
