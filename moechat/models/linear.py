@@ -70,7 +70,14 @@ class _Dense(nn.Module, ABC):
     def _natively(self, x: torch.Tensor) -> torch.Tensor:
         """Result of :meth:`_run` for ``[..., in_features]``, in the type of ``x``."""
         tokens = x.numel() // self.in_features
-        if 0 < tokens <= self._most_few and x.dtype in ELEMENTS and x.is_contiguous() and x.is_cpu:
+        if (
+            0 < tokens <= self._most_few
+            and x.shape[-1] == self.in_features
+            and x.dtype in ELEMENTS
+            and x.is_contiguous()
+            and x.is_cpu
+            and not x.requires_grad
+        ):
             # Called many times per decoded token, so with as few tensors as possible.
             out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
             self._run_few(ELEMENTS[x.dtype], x.data_ptr(), tokens, out)

@@ -203,6 +203,22 @@ def test_a_layer_that_computes_something_else_with_known_names_does_not_agree(en
     assert layer_kind(first) != layer_kind(second)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_attention_that_computes_a_little_more_is_not_replaced(
+    dtype: str, tmp_path: Path, moechat_home: Path
+) -> None:
+    path = checkpoint(tmp_path, "deepseek_v3")
+    with moechat.load(path, bits=16, dtype=dtype) as engine:
+        layer = engine.loaded.model.model.layers[0]
+        ours = vars(layer)["forward"]
+        assert isinstance(ours.kept.run, _native.LatentStep)
+        split(engine)
+        assert agrees(layer, ours)
+        own = layer.self_attn.o_proj.forward
+        layer.self_attn.o_proj.forward = lambda x: own(x) * 1.02
+        assert not agrees(layer, ours)
+
+
 def test_hooks_on_parts_of_a_layer_are_called(engine: Engine) -> None:
     layer = engine.loaded.model.model.layers[1]
     wanted = decode(engine)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from families import tiny_family
 from isa_runner import isa_runner
 from tiny import write_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
@@ -158,6 +162,22 @@ def test_what_the_reference_does_otherwise_is_noticed(dtype: torch.dtype) -> Non
         replace(mamba, index=mamba.index + 1),
     ):
         assert not agrees(wrong)
+
+
+@pytest.mark.parametrize("limits", [(0.001, math.inf), (0.0, 10.0)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_limit_of_steps_is_noticed(
+    dtype: torch.dtype, limits: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mamba = mixer_of(*SIZES[0], dtype=dtype)
+    assert agrees(mamba)
+
+    def limited(x: torch.Tensor) -> torch.Tensor:
+        return functional.softplus(x).clamp(*limits)
+
+    functions = SimpleNamespace(**{**vars(functional), "softplus": limited})
+    monkeypatch.setattr(modeling_nemotron_h, "F", functions)
+    assert not agrees(mamba)
 
 
 def test_mixers_that_do_more_are_not_recognised() -> None:

@@ -112,7 +112,7 @@ def _position(position_ids: torch.Tensor, several: bool) -> int | None:
     """The position of the only token, ``[1, 1]``, or of ``several`` equal ones, ``[dimensions, 1, 1]``."""
     if position_ids.numel() == 1:
         return int(position_ids)
-    if not several or position_ids.ndim != 3 or position_ids.shape[1:] != (1, 1):
+    if not several or position_ids.shape != (_DIMENSIONS, 1, 1):
         return None
     first, *others = position_ids.flatten().tolist()
     return first if all(other == first for other in others) else None

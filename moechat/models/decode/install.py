@@ -93,7 +93,8 @@ def install_native_modules(model: Any) -> NativeModules:
     """Recognise modules of ``model`` and replace their computation by native code.
 
     Args:
-        model: A transformers model with its dense weights on the CPU.
+        model: A transformers model with its dense weights on the CPU. They must stay what and where they are
+            until :meth:`NativeModules.undo`.
     """
     done = NativeModules()
     norms: dict[nn.Module, Norm] = {}
@@ -186,7 +187,7 @@ def _install_layers(
         forward = step.forward(module)
         kind = layer_kind(module)
         if kind not in tried:
-            tried[kind] = (step.exact or step.latent or module in known) and agrees(module, forward)
+            tried[kind] = (step.exact or module in known) and agrees(module, forward)
         if tried[kind]:
             done.replace(module, forward)
             done.layers.append(name)

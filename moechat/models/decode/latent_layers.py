@@ -1,7 +1,7 @@
 """Decoder layers with latent attention whose step for one token is a native call.
 
 Those of DeepSeek-V3 and GLM-4.7-Flash are recognised as layers with other attention are
-(:mod:`moechat.models.decode.layers`); products with latents round in another way than the family's.
+(:mod:`moechat.models.decode.layers`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import nn
 from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer
 from moechat.models.decode.latent import LATENT, Latent
-from moechat.models.decode.native_step import Decode, Feed, NativeStep, native_feed, native_part
+from moechat.models.decode.native_step import (
+    Decode,
+    Feed,
+    NativeStep,
+    forwards_of,
+    is_native_router,
+    native_feed,
+    native_part,
+)
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
@@ -39,7 +47,7 @@ def latent_step(
         blocks: Those of the model that have a shared expert.
         neighbours: Attention modules whose family has a known function that rotates neighbouring elements.
     """
-    wiring = recognise_wiring(layer, lambda module: isinstance(native_part(module), _native.Routing))
+    wiring = recognise_wiring(layer, is_native_router)
     latent = None if wiring is None else vars(wiring.attention).get(LATENT)
     if wiring is None or not isinstance(latent, Latent):
         return None
@@ -104,9 +112,10 @@ def latent_step(
         angles=angles,
         index=index,
         slots=(ReservedLayer,),
-        exact=False,
+        exact=feed.exact,
         decode=_decode(run, feed, rank, rotated, dtype, hidden_size),
         first_slot=first_slot,
+        keeps=(latent, *forwards_of(wiring)),
     )
 
 

@@ -14,7 +14,15 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
-from moechat.models.decode.native_step import Decode, Feed, NativeStep, native_feed, native_part
+from moechat.models.decode.native_step import (
+    Decode,
+    Feed,
+    NativeStep,
+    forwards_of,
+    is_native_router,
+    native_feed,
+    native_part,
+)
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
@@ -34,7 +42,7 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         angles: Number of rotary angles per token in the model.
         blocks: Those of the model that have a shared expert.
     """
-    wiring = recognise_wiring(layer, lambda module: isinstance(native_part(module), _native.Routing))
+    wiring = recognise_wiring(layer, is_native_router)
     if wiring is None or not wiring.plain_attention():
         return None
     attention, before = wiring.attention, native_part(wiring.before)
@@ -101,8 +109,9 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         index=attention.layer_idx,
         slots=_SLOTS,
         exact=feed.exact and not wiring.gated,  # torch's sigmoid rounds in another way
-        decode=_decode(run, feed, kv_heads, dim, dtype, hidden_size, sinks),
+        decode=_decode(run, feed, kv_heads, dim, dtype, hidden_size),
         first_slot=first_slot,
+        keeps=(sinks, *forwards_of(wiring)),
     )
 
 
@@ -113,7 +122,6 @@ def _decode(
     dim: int,
     dtype: torch.dtype,
     hidden_size: int,
-    sinks: torch.Tensor | None,
 ) -> Decode:
     """See :attr:`NativeStep.decode`.
 
@@ -124,7 +132,6 @@ def _decode(
         dim: Elements per head.
         dtype: Type of hidden states and cache.
         hidden_size: Hidden size of the model.
-        sinks: Memory that ``run`` reads.
     """
     finish, empty_like = feed.finish(run, hidden_size, dtype), torch.empty_like
 
@@ -138,5 +145,4 @@ def _decode(
             return None
         return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places), empty_like(hidden))
 
-    decode.__dict__["sinks"] = sinks  # keeps the memory alive that ``run`` reads
     return decode

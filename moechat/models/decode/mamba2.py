@@ -11,7 +11,8 @@ gates' silu, in groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_
 _VECTORS = ("A_log", "dt_bias", "D")
 # Of hidden states that are tried in float16: larger ones, which meet random projections, give infinities.
 _FP16_SIZES = (0.5, 1.0, 2.0)
+_EXTREME_BIASES = (-12.0, 30.0)  # steps of 6e-6, and of 30
 
 
 @dataclass(frozen=True)
@@ -202,32 +204,67 @@ def reference(mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: tor
 
 
 def agrees(mamba: Mamba2) -> bool:
-    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens."""
-    mixer, dtype = mamba.mixer, mamba.mixer.conv1d.weight.dtype
-    hidden = mamba.projections[0].in_features
+    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens.
+
+    Two of them meet states of zeros with very short and very long steps, so that a limit of steps is seen.
+    """
+    dtype = mamba.mixer.conv1d.weight.dtype
+    heads = (1, mamba.heads, mamba.head_dim, mamba.state_size)
+    with probing() as generator:
+        normal = normal_numbers(generator, dtype)
+        before, state = normal(1, mamba.channels, mamba.taps), torch.randn(heads, generator=generator)
+        sizes = _FP16_SIZES if dtype is torch.float16 else SIZES
+        if not _same(mamba, before, state, sizes, normal):
+            return False
+        for bias in _EXTREME_BIASES:
+            with _biased(mamba.mixer, bias):
+                if not _same(mamba, before, torch.zeros(heads), (0.1,), normal):
+                    return False
+    return True
+
+
+def _same(
+    mamba: Mamba2,
+    before: torch.Tensor,
+    state: torch.Tensor,
+    sizes: tuple[float, ...],
+    normal: Callable[..., torch.Tensor],
+) -> bool:
+    """Whether both ways agree for a token of each size, from these states on."""
+    mixer, dtype, layer = mamba.mixer, before.dtype, StateLayer()
+    cache: Any = DynamicCache()
+    cache.layers = [*(StateLayer() for _ in range(mamba.index)), layer]
+    layer.update_conv_state(before.clone(), conv_kernel_size=mamba.taps)
+    layer.update_recurrent_state(state.clone())
+    ours = [each.clone() for each in layer.tensors()]
     # The family rounds what a token adds to its states, and these once more where it reads them.
     rough = torch.float32 if dtype is torch.float32 else torch.bfloat16
-    with probing() as generator:
-        normal, layer = normal_numbers(generator, dtype), StateLayer()
-        cache: Any = DynamicCache()
-        cache.layers = [*(StateLayer() for _ in range(mamba.index)), layer]
-        sizes = (1, mamba.heads, mamba.head_dim, mamba.state_size)
-        layer.update_conv_state(normal(1, mamba.channels, mamba.taps), conv_kernel_size=mamba.taps)
-        layer.update_recurrent_state(torch.randn(sizes, generator=generator))
-        ours = [each.clone() for each in layer.tensors()]
-        try:
-            with random_projections(mixer, _PROJECTIONS, normal):
-                for size in _FP16_SIZES if dtype is torch.float16 else SIZES:
-                    x = normal(1, 1, hidden) * size
-                    theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
-                    first, last = mamba.projections
-                    made = last(reference(mamba, first(x).view(1, -1), *ours)).view_as(theirs)
-                    pairs = [(theirs, made), *zip(layer.tensors(), ours, strict=True)]
-                    if not all(close(found.to(rough), wanted.to(rough)) for found, wanted in pairs):
-                        return False
-        except Exception:  # the family's code needs more than the probe has
-            return False
+    first, last = _PROJECTIONS
+    try:
+        with random_projections(mixer, _PROJECTIONS, normal):
+            for size in sizes:
+                x = normal(1, 1, mamba.projections[0].in_features) * size
+                theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
+                made = reference(mamba, mixer._modules[first](x).view(1, -1), *ours)
+                pairs = [(theirs, mixer._modules[last](made).view_as(theirs))]
+                pairs += zip(layer.tensors(), ours, strict=True)
+                if not all(close(found.to(rough), wanted.to(rough)) for found, wanted in pairs):
+                    return False
+    except Exception:  # the family's code needs more than the probe has
+        return False
     return mamba.states_of(cache) is not None
+
+
+@contextmanager
+def _biased(mixer: nn.Module, bias: float) -> Iterator[None]:
+    """Give all steps of a mixer this bias in the block."""
+    own = mixer._parameters["dt_bias"]
+    assert own is not None
+    mixer._parameters["dt_bias"] = nn.Parameter(torch.full_like(own, bias), requires_grad=False)
+    try:
+        yield
+    finally:
+        mixer._parameters["dt_bias"] = own
 
 
 def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:

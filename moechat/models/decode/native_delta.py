@@ -10,7 +10,13 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
-from moechat.models.decode.native_step import NativeStep, native_feed, native_part
+from moechat.models.decode.native_step import (
+    NativeStep,
+    forwards_of,
+    is_native_router,
+    native_feed,
+    native_part,
+)
 from moechat.models.decode.products import native_products
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import LINEAR_ATTENTION, only_known_arguments, recognise_wiring
@@ -57,8 +63,7 @@ def delta_step(
         deltas: Those of the model; :func:`native_delta` has the ``forward`` of each.
         blocks: Those of the model that have a shared expert.
     """
-    routes = lambda module: isinstance(native_part(module), _native.Routing)  # noqa: E731
-    wiring = recognise_wiring(layer, routes, LINEAR_ATTENTION)
+    wiring = recognise_wiring(layer, is_native_router, LINEAR_ATTENTION)
     if wiring is None or (delta := deltas.get(wiring.attention)) is None:
         return None
     mixer = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
@@ -105,6 +110,7 @@ def delta_step(
         exact=feed.exact,
         decode=decode,
         first_slot=first_slot,
+        keeps=(mixer, *forwards_of(wiring)),
     )
 
 
@@ -143,7 +149,10 @@ def _step(delta: GatedDelta) -> _Step | None:
     projections, output, width = delta.projections, delta.output, delta.v_heads * delta.v_dim
     products = native_products([*projections, output])
     if products is not None:
-        mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
+        try:
+            mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
+        except ValueError:
+            return None
 
         def whole(hidden: torch.Tensor, states: _States) -> torch.Tensor:
             out = torch.empty_like(hidden)

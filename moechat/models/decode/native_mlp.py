@@ -22,7 +22,10 @@ def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
     dtype = getattr(mlp.output, "dtype", None)
     if products is None or dtype not in ELEMENTS:
         return None
-    run = _native.GatedMlp(ELEMENTS[dtype], *products)
+    try:
+        run = _native.GatedMlp(ELEMENTS[dtype], *products)
+    except ValueError:  # the sizes of the projections do not match
+        return None
     own, hooks = mlp.module.forward, mlp.hooks()
     columns, width, most = mlp.inputs[0].in_features, mlp.output.out_features, _native.MOST_STEP_TOKENS
 

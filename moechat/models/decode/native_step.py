@@ -39,6 +39,17 @@ def native_part(module: nn.Module | None) -> Any:
     return None if forward is None else getattr(forward, "__dict__", {}).get("run")
 
 
+def is_native_router(module: nn.Module | None) -> bool:
+    """Whether native code computes a router."""
+    return isinstance(native_part(module), _native.Routing)
+
+
+def forwards_of(wiring: Wiring) -> tuple[Any, ...]:
+    """What replaces the modules of a layer: it keeps memory alive that native parts read."""
+    modules = [wiring.before, wiring.after, *wiring.attention.modules(), *wiring.mlp.modules()]
+    return tuple(forward for module in modules if (forward := vars(module).get("forward")) is not None)
+
+
 @dataclass(frozen=True)
 class Feed:
     """What follows the mixer of a layer, up to its routed experts.
@@ -150,11 +161,13 @@ class NativeStep:
         angles: Rotary angles of a token; 0: the layer has none.
         index: Of the layer in the attention cache.
         slots: Types of the layers of a cache that may take its tokens.
-        exact: ``run`` gives the bits of the modules.
+        exact: ``run`` gives the bits of the modules: it has no gates, since torch's sigmoid rounds in another
+            way.
         decode: Computes the layer. REQUIRES: :meth:`takes`, for each token; a token attends to all keys of
             its cache; at most :data:`moechat._native.MOST_STEP_TOKENS`. Its result is ``None``, without any
             change, if the layer of a cache does not take its token.
         first_slot: Makes a layer of a cache for a trial: of a number of tokens, with random numbers.
+        keeps: What holds the memory that ``run`` reads.
     """
 
     wiring: Wiring
@@ -168,11 +181,7 @@ class NativeStep:
     exact: bool
     decode: Decode
     first_slot: Callable[[int, torch.Generator], Any]
-
-    @property
-    def latent(self) -> bool:
-        """Whether it has latent attention."""
-        return isinstance(self.run, _native.LatentStep)
+    keeps: tuple[Any, ...]
 
     def takes(self, hidden: torch.Tensor, angles: Any) -> bool:
         """Whether hidden states and (cosines, sines) are those of one token, as the step reads them."""

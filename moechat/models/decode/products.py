@@ -43,15 +43,22 @@ def native_rows(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor] | N
     product = row_product(module)
     if product is None:
         return None
-    own, columns, rows = module.forward, module.in_features, module.out_features
-    most = _native.MOST_STEP_TOKENS
+    own, weight, columns, rows = module.forward, module.weight, module.in_features, module.out_features
+    parameters, most = module._parameters, _native.MOST_STEP_TOKENS
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        tokens = x.numel() // columns
-        if not 0 < tokens <= most or x.dtype not in ELEMENTS or not (x.is_cpu and x.is_contiguous()):
-            return own(x)
-        out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
-        product(ELEMENTS[x.dtype], x.data_ptr(), tokens, out.data_ptr())
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        tokens = input.numel() // columns
+        if (
+            not 0 < tokens <= most
+            or input.shape[-1] != columns
+            or input.dtype is not weight.dtype
+            or not (input.is_cpu and input.is_contiguous())
+            or input.requires_grad
+            or parameters["weight"] is not weight  # another one since then
+        ):
+            return own(input)
+        out = torch.empty((*input.shape[:-1], rows), dtype=input.dtype)
+        product(ELEMENTS[input.dtype], input.data_ptr(), tokens, out.data_ptr())
         return out
 
     return forward

@@ -65,7 +65,7 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
     pairs: list[tuple[Any, NativeStep]] = []
     for layer in layers:
         step = getattr(vars(layer).get("forward"), "__dict__", {}).get("kept")
-        if not isinstance(step, NativeStep):
+        if not isinstance(step, NativeStep) or step.index != len(pairs):
             return None
         pairs.append((layer, step))
     slots = _slots(model.config, [step for _, step in pairs])

@@ -183,6 +183,7 @@ struct PlacedStep {
     for (const CachePlace& place : places) {
       if (place.held < 0) refuse("held is negative");
     }
+    const auto running = clocks.times;  // measure() may end meanwhile
     const ReleaseGil released;
     kStep(task, {static_cast<std::int64_t>(places.size()), at(hidden), at(cos), at(sin), places.data(),
                  at(residual), rows});
@@ -356,6 +357,7 @@ struct MixedStep {
     std::vector<DeltaStates> states;
     states.reserve(given.size());
     for (const auto& [before, state] : given) states.push_back({at(before), at<float>(state)});
+    const auto running = clocks.times;  // as above
     const ReleaseGil released;
     delta_step(task,
                {static_cast<std::int64_t>(states.size()), at(hidden), states.data(), at(residual), rows});
