@@ -21,7 +21,7 @@ from moechat import _native
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
-from moechat.models.decode.native_step import NativeStep, one_of_each
+from moechat.models.decode.native_step import NativeStep, native_part, one_of_each
 from moechat.models.decode.probe import FEW_TOKENS, probing
 
 # Numbers of tokens in the passes of the trial, and most tokens that a conversation has before them.
@@ -56,7 +56,10 @@ class TogetherPass:
         self._supports = supports
         self._new_cache = new_cache
         # The family's own code of a feed-forward part has native routers for few tokens only.
-        plain = all(step.feed.experts is not None for _, step in pairs)
+        plain = all(
+            step.feed.experts is not None or isinstance(native_part(step.feed.mlp), _native.GatedMlp)
+            for _, step in pairs
+        )
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
         self._usable: bool | None = None
         self._by_rows = False  # other products compute each token on its own
