@@ -209,17 +209,19 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._show()
         return seen[0], seen[1]
 
-    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
+    def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0) -> bool:
         """Whether :meth:`append_place` would append a token."""
-        if self._reserved is None or self._records_past():
+        if self._reserved is None or self._records_past() or value_dim not in (0, dim):
             return False
         keys, values = self._reserved
         shape = (1, kv_heads, self._capacity, row_bytes(dim) if self.packed else dim)
         return keys.shape == shape == values.shape and self.dtype is dtype
 
-    def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0
+    ) -> AppendPlace | None:
         """As :meth:`ReservedLayer.append_place`, for the tokens of the window."""
-        if not self.takes_token(kv_heads, dim, dtype):
+        if not self.takes_token(kv_heads, dim, dtype, value_dim):
             return None
         assert self._reserved is not None
         keys, values = self._reserved

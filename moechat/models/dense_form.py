@@ -223,7 +223,10 @@ def _parts(bits: DenseBits, name: str, rows: int, cols: int) -> tuple[Part, ...]
 
 
 def _routers(skeleton: Skeleton) -> set[nn.Module]:
-    """Linear layers that are routers: beside the experts, or the only one of a module there.
+    """The routers that are linear layers.
+
+    Such a layer has a row for each expert. It is a child of the module that holds the experts, or the only
+    linear layer inside of such a child.
 
     The shape alone does not tell: the shared experts of Qwen3-Coder-Next have as many rows as it has experts.
     """

@@ -86,3 +86,24 @@ class StateLayer(LinearAttentionLayer):
 
 def _same(found: Any, wanted: dict[int, Any]) -> bool:
     return found.keys() == wanted.keys() and all(found[number] is value for number, value in wanted.items())
+
+
+def token_states(
+    layer: Any, before_shape: tuple[int, ...], state_shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """States of a layer's convolution and its float32 states, as native code overwrites them for a token.
+
+    ``None``: before the first token, of another shape, or of another kind of layer.
+
+    Args:
+        layer: Of an attention cache.
+        before_shape: Of the convolution's.
+        state_shape: Of the others.
+    """
+    if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:
+        return None
+    before, state = layer.conv_states[0], layer.recurrent_states[0]
+    if before is None or state is None or not (before.is_contiguous() and state.is_contiguous()):
+        return None
+    fits = before.shape == before_shape and state.shape == state_shape and state.dtype is torch.float32
+    return (before, state) if fits else None

@@ -25,7 +25,7 @@ from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer
+from moechat.models.state_layer import StateLayer, token_states
 
 # Added to the sum of squares of a query or a key.
 UNIT_EPS = _native.DELTA_UNIT_EPS
@@ -139,18 +139,8 @@ class GatedDelta:
 
     def states_in(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`, of the layer of a cache."""
-        if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:
-            return None
-        before, state = layer.conv_states[0], layer.recurrent_states[0]
-        if before is None or state is None or not (before.is_contiguous() and state.is_contiguous()):
-            return None
-        if (
-            before.shape != (1, self.channels, self.taps)
-            or state.shape != (1, self.v_heads, self.k_dim, self.v_dim)
-            or state.dtype is not torch.float32
-        ):
-            return None
-        return before, state
+        shapes = (1, self.channels, self.taps), (1, self.v_heads, self.k_dim, self.v_dim)
+        return token_states(layer, *shapes)
 
 
 def recognise_gated_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:

@@ -6,19 +6,18 @@ Those of DeepSeek-V3 and GLM-4.7-Flash are recognised as layers with other atten
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.cache_layers import AppendPlace, ReservedLayer
+from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.latent import LATENT, Latent
 from moechat.models.decode.native_step import (
-    Decode,
-    Feed,
     NativeStep,
+    decode_at_places,
     forwards_of,
     is_native_router,
     native_feed,
@@ -29,6 +28,8 @@ from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import LATENT_PARTS, recognise_wiring
 from moechat.models.element_types import ELEMENTS
+
+_SLOTS = (ReservedLayer,)
 
 
 def latent_step(
@@ -111,28 +112,11 @@ def latent_step(
         hidden_size=hidden_size,
         angles=angles,
         index=index,
-        slots=(ReservedLayer,),
+        slots=_SLOTS,
         exact=feed.exact,
-        decode=_decode(run, feed, rank, rotated, dtype, hidden_size),
+        decode=decode_at_places(
+            feed.finish(run, hidden_size, dtype), _SLOTS, (1, rank, dtype, rotated), packed=False
+        ),
         first_slot=first_slot,
         keeps=(latent, *forwards_of(wiring)),
     )
-
-
-def _decode(
-    run: _native.LatentStep, feed: Feed, rank: int, rotated: int, dtype: torch.dtype, hidden_size: int
-) -> Decode:
-    """See :attr:`NativeStep.decode`."""
-    finish, empty_like = feed.finish(run, hidden_size, dtype), torch.empty_like
-
-    def decode(hidden: torch.Tensor, slots: Sequence[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not all(type(slot) is ReservedLayer and not slot.packed for slot in slots):
-            return None
-        if len(slots) > 1 and not all(slot.takes_token(1, rank, dtype, rotated) for slot in slots):
-            return None
-        places: list[AppendPlace | None] = [slot.append_place(1, rank, dtype, rotated) for slot in slots]
-        if places[0] is None:
-            return None
-        return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places), empty_like(hidden))
-
-    return decode

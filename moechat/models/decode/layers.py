@@ -6,18 +6,17 @@ by the results of both ways for random tokens (:mod:`moechat.models.decode.layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.native_step import (
-    Decode,
-    Feed,
     NativeStep,
+    decode_at_places,
     forwards_of,
     is_native_router,
     native_feed,
@@ -109,40 +108,9 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         index=attention.layer_idx,
         slots=_SLOTS,
         exact=feed.exact and not wiring.gated,  # torch's sigmoid rounds in another way
-        decode=_decode(run, feed, kv_heads, dim, dtype, hidden_size),
+        decode=decode_at_places(
+            feed.finish(run, hidden_size, dtype), _SLOTS, (kv_heads, dim, dtype, dim), packed=True
+        ),
         first_slot=first_slot,
         keeps=(sinks, *forwards_of(wiring)),
     )
-
-
-def _decode(
-    run: _native.LayerStep,
-    feed: Feed,
-    kv_heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    hidden_size: int,
-) -> Decode:
-    """See :attr:`NativeStep.decode`.
-
-    Args:
-        run: The native step.
-        feed: What follows attention.
-        kv_heads: Heads of keys and values.
-        dim: Elements per head.
-        dtype: Type of hidden states and cache.
-        hidden_size: Hidden size of the model.
-    """
-    finish, empty_like = feed.finish(run, hidden_size, dtype), torch.empty_like
-
-    def decode(hidden: torch.Tensor, slots: Sequence[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not all(type(slot) in _SLOTS for slot in slots):
-            return None
-        if len(slots) > 1 and not all(slot.takes_token(kv_heads, dim, dtype) for slot in slots):
-            return None
-        places: list[AppendPlace | None] = [slot.append_place(kv_heads, dim, dtype) for slot in slots]
-        if places[0] is None:
-            return None
-        return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places), empty_like(hidden))
-
-    return decode

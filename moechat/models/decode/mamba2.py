@@ -28,7 +28,7 @@ from moechat.models.decode.products import native_products
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer
+from moechat.models.state_layer import StateLayer, token_states
 
 _PROJECTIONS = ("in_proj", "out_proj")
 _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size", "layer_idx")
@@ -95,17 +95,8 @@ class Mamba2:
         """
         layers = getattr(cache, "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
-        if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:
-            return None
-        before, state = layer.conv_states[0], layer.recurrent_states[0]
-        if before is None or state is None or not (before.is_contiguous() and state.is_contiguous()):
-            return None
-        fits = (
-            before.shape == (1, self.channels, self.taps)
-            and state.shape == (1, self.heads, self.head_dim, self.state_size)
-            and state.dtype is torch.float32
-        )
-        return (before, state) if fits else None
+        shapes = (1, self.channels, self.taps), (1, self.heads, self.head_dim, self.state_size)
+        return token_states(layer, *shapes)
 
 
 def recognise_mamba2(model: nn.Module) -> dict[nn.Module, Mamba2]:

@@ -235,3 +235,33 @@ class NativeStep:
 def one_of_each(pairs: Sequence[tuple[Any, NativeStep]]) -> list[NativeStep]:
     """A step of each type: what it takes, all of the same type take."""
     return list({type(step.run): step for _, step in pairs}.values())
+
+
+def decode_at_places(
+    finish: Finish,
+    slots: tuple[type, ...],
+    shape: tuple[int, int, torch.dtype, int],
+    *,
+    packed: bool,
+) -> Decode:
+    """:attr:`NativeStep.decode` of a step that appends keys and values to layers of caches.
+
+    Args:
+        finish: Of :meth:`Feed.finish`.
+        slots: Types of the layers that may take a token.
+        shape: Arguments of :meth:`moechat.models.cache_layers.ReservedLayer.append_place`.
+        packed: Whether the step writes packed rows too.
+    """
+    empty_like = torch.empty_like
+
+    def decode(hidden: torch.Tensor, layers: Sequence[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        if not all(type(layer) in slots and (packed or not layer.packed) for layer in layers):
+            return None
+        if len(layers) > 1 and not all(layer.takes_token(*shape) for layer in layers):
+            return None
+        places = [layer.append_place(*shape) for layer in layers]
+        if places[0] is None:
+            return None
+        return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places), empty_like(hidden))
+
+    return decode
