@@ -140,6 +140,7 @@ def test_leaving_a_stream_ends_the_answer(demo: ServerProcess) -> None:
         async def consume(client: httpx.AsyncClient) -> None:
             async for _ in model(demo, max_tokens=900, http_async_client=client).astream(STORY):
                 begun.set()
+                await asyncio.sleep(0)  # pieces that have arrived already are handed out without a pause
 
         async with httpx.AsyncClient() as client:
             task = asyncio.ensure_future(consume(client))
