@@ -82,11 +82,12 @@ def test_a_cancelled_task_ends_its_answer_and_others_go_on() -> None:
             async def endless() -> None:
                 async for _ in found.generate(PROMPTS[0], **long):  # type: ignore[arg-type]
                     begun.set()
+                    await asyncio.sleep(0)  # steps that were computed already are handed out without a pause
 
             task = asyncio.create_task(endless())
             await begun.wait()
             beside = asyncio.create_task(texts(found, PROMPTS[1], max_new_tokens=40, temperature=0.0))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # the second answer is asked for
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
