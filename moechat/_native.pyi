@@ -2551,6 +2551,19 @@ class Routing:
         weight_type: str,
         logits_type: str,
     ) -> None: ...
+    def scaled(self, norm: RmsNorm, inputs: int, input: float, experts: int) -> Routing:
+        """The same router behind a norm, with more factors; ``x`` is what the norm takes then.
+
+        Args:
+            norm: Of hidden states.
+            inputs: Address of [hidden]: factors of the elements of a normalised row, which is rounded then.
+            input: Factor of all of them; rounded again.
+            experts: Address of float32 [experts]: factors of the weights.
+
+        Raises:
+            ValueError: The norm has another width or type, or the weights are not float32.
+        """
+
     def __call__(self, x: int, tokens: int, logits: int, index: int, weights: int) -> None:
         """Route ``x`` [tokens, hidden]; all arrays are given by address.
 
@@ -2622,19 +2635,22 @@ class DeltaMixer:
         """
 
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))`` for a few tokens, rounded to its type after each step.
+    """``down(activation(gate(x)) * up(x))`` for a few tokens, rounded to its type after each step.
 
     Args:
         type: As for :class:`RmsNorm`.
         gate: The product that is activated.
         up: The product that it multiplies.
         down: The last product.
+        activation: ``silu`` or ``gelu_tanh``.
 
     Raises:
-        ValueError: The products do not fit together.
+        ValueError: The products do not fit together, or there is no such activation.
     """
 
-    def __init__(self, type: str, gate: DenseProduct, up: DenseProduct, down: DenseProduct) -> None: ...
+    def __init__(
+        self, type: str, gate: DenseProduct, up: DenseProduct, down: DenseProduct, activation: str = "silu"
+    ) -> None: ...
     def __call__(self, x: int, tokens: int, out: int) -> None:
         """Compute tokens, each as it would be alone.
 
@@ -2655,17 +2671,25 @@ class FeedStep:
         routing: Router; ``None``: the step ends with the norm.
         shared: Shared expert, only with a router.
         gate: Product of one row; its sigmoid multiplies the shared expert's result.
+        norms: With a shared expert: norms of the residual for the routed experts, of the shared expert's
+            result, of the routed experts' and of the sum of both; and the address of one element that
+            multiplies the layer's result.
 
     Raises:
         ValueError: The parts do not fit together.
     """
 
     def __init__(
-        self, after: RmsNorm, routing: Routing | None, shared: GatedMlp | None, gate: DenseProduct | None
+        self,
+        after: RmsNorm,
+        routing: Routing | None,
+        shared: GatedMlp | None,
+        gate: DenseProduct | None,
+        norms: tuple[RmsNorm, RmsNorm, RmsNorm, RmsNorm, int] | None = None,
     ) -> None: ...
     def add(self, x: int, shared: int, residual: int, tokens: int) -> None:
         """Add ``x``, the routed experts' result as float32 [tokens, hidden], rounded to the element type, to
-        ``residual``; first ``shared`` to it, if there is a shared expert.
+        ``residual``; first ``shared`` to it, if there is a shared expert. With norms as these say.
         """
 
 class LayerStep:
@@ -2678,7 +2702,7 @@ class LayerStep:
         before: Norm before attention.
         query: Query projection.
         key: Key projection.
-        value: Value projection.
+        value: Value projection; ``None``: values are what ``key`` gives.
         output: Projection of the attention's result.
         gated: ``query`` gives each head its query and then its gates, whose sigmoids multiply the result of
             attention.
@@ -2687,6 +2711,8 @@ class LayerStep:
         angles: Rotary angles of a token.
         width: Elements of a head that are rotated: ``angles``, or twice as many.
         feed: What follows attention.
+        value_norm: Norm of the values of each head, or ``None``.
+        output_norm: Norm of what ``output`` gives, or ``None``.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2698,7 +2724,7 @@ class LayerStep:
         before: RmsNorm,
         query: DenseProduct,
         key: DenseProduct,
-        value: DenseProduct,
+        value: DenseProduct | None,
         output: DenseProduct,
         gated: bool,
         head_norms: tuple[RmsNorm, RmsNorm] | None,
@@ -2706,6 +2732,8 @@ class LayerStep:
         angles: int,
         width: int,
         feed: FeedStep,
+        value_norm: RmsNorm | None = None,
+        output_norm: RmsNorm | None = None,
     ) -> None: ...
     def route(
         self,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.light_meta import light_meta
 from moechat.models.rotary_scaling import without_scaling
-from moechat.models.skeleton import Skeleton, decoder_of
+from moechat.models.skeleton import Skeleton, base_of
 
 # Of the activations of a part, and the fewest tokens of one.
 _MOST_BYTES = 1 << 30
@@ -109,8 +109,7 @@ def part_bytes(skeleton: Skeleton, tokens: int) -> int:
     kinds = [layer_kind(layer) for layer in layers]
     count = max(kinds.index(kind) for kind in kinds) + 1
     holder = model.get_submodule(place[0])
-    decoder = decoder_of(model)
-    decoder = model.base_model if decoder is model else decoder  # without the head
+    decoder = base_of(model)
     try:
         setattr(holder, place[2], nn.ModuleList(layers[:count]))
         ids = torch.zeros((1, tokens), dtype=torch.int64, device="meta")

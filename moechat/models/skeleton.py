@@ -303,6 +303,12 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return decoder if isinstance(decoder, nn.Module) else model
 
 
+def base_of(model: Any) -> Any:
+    """What a model has below its head: embedding, decoder layers and last norm."""
+    decoder = decoder_of(model)
+    return model.base_model if decoder is model else decoder
+
+
 def _keep_text_part(model: PreTrainedModel) -> None:
     """Remove what turns pictures and sound into hidden states: without such inputs it is never called."""
     if decoder_of(model) is not model:

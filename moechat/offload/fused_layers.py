@@ -36,6 +36,7 @@ from moechat.models.decode.wiring import (
     only_calls_layers,
     only_known_arguments,
 )
+from moechat.models.skeleton import base_of
 from moechat.offload.fused_delta import mixed, serves_mixer
 from moechat.offload.kernels import layer_steps, steps
 from moechat.offload.kernels.attention import AttentionShape, CacheAttention
@@ -131,7 +132,7 @@ def recognise_layers(
     found = recognise_known_layers(model, norms, rules, rotary, deltas)
     if not found:
         return {}
-    base: Any = model.model
+    base = base_of(model)
     (angles,) = angle_counts(model)
     follows = (
         dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True)) if only_calls_layers(base) else {}

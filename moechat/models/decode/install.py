@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from moechat.geometry import Activation
 from moechat.models.decode import attention
 from moechat.models.decode.angles import angle_count, recognise_angles
 from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
+from moechat.models.decode.gemma4_layers import gemma4_step
 from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, latent_projections, recognise_latent
 from moechat.models.decode.latent_layers import latent_step
@@ -22,10 +24,17 @@ from moechat.models.decode.layers import attention_step
 from moechat.models.decode.mamba2 import native_mamba2, recognise_mamba2
 from moechat.models.decode.native_delta import delta_step, native_delta
 from moechat.models.decode.native_mlp import native_mlp
-from moechat.models.decode.norms import Norm, native_norm, recognise_norm
+from moechat.models.decode.norms import (
+    Norm,
+    native_bare_norm,
+    native_norm,
+    recognise_bare_norm,
+    recognise_norm,
+)
 from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
 from moechat.models.decode.routers import Rule, native_router, recognise_router
+from moechat.models.decode.scaled_router import native_scaled_router, recognise_scaled_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
@@ -98,6 +107,7 @@ def install_native_modules(model: Any) -> NativeModules:
     """
     done = NativeModules()
     norms: dict[nn.Module, Norm] = {}
+    bare_norms: dict[nn.Module, Norm] = {}
     rules: dict[nn.Module, Rule] = {}
     rotary: dict[nn.Module, Any] = {}
     tables: dict[nn.Module, Forward] = {}
@@ -115,18 +125,28 @@ def install_native_modules(model: Any) -> NativeModules:
         elif (rotate := recognise_rotary(module)) is not None:
             rotary[module] = rotate
             done.rotary.append(name)
+        elif (norm := recognise_bare_norm(module)) is not None:
+            bare_norms[module] = norm
+            done.norms.append(name)
     neighbours = {module for module in names if recognise_neighbours(module) is not None}
     # What has several parts is recognised before any of these is replaced.
-    deltas, mlps = recognise_gated_deltas(model), recognise_mlps(model)
+    deltas = recognise_gated_deltas(model)
+    mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
     mambas = recognise_mamba2(model)
+    scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
     blocks = recognise_shared_blocks(model, mlps, rules)
     known = recognise_known_layers(model, norms, rules, rotary, deltas)
     for module, forward in tables.items():
         done.replace(module, forward)
     for module, norm in norms.items():
         done.replace(module, native_norm(module, norm))
+    for module, norm in bare_norms.items():
+        done.replace(module, native_bare_norm(module, norm))
     for module, rule in rules.items():
         done.replace(module, native_router(module, rule))
+    for router in scaled:
+        done.replace(router.module, native_scaled_router(router))
+        done.routers.append(names[router.module])
     for module, rotate in rotary.items():
         done.replace(module, with_rotary(module, rotate))
     for module, delta in deltas.items():
@@ -182,6 +202,8 @@ def _install_layers(
         elif hasattr(module, ATTENTION) and angles:
             step = attention_step(module, angles, blocks)
             step = step or latent_step(module, angles, blocks, neighbours)
+        elif hasattr(module, ATTENTION) and done.attention:
+            step = gemma4_step(module)
         if step is None:
             continue
         forward = step.forward(module)

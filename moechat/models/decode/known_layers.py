@@ -15,6 +15,7 @@ from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.plain_layer import PlainLayer, find_plain_layer
 from moechat.models.decode.routers import Rule
+from moechat.models.skeleton import base_of
 
 KnownLayer = PlainLayer | DeltaLayer
 
@@ -35,7 +36,7 @@ def recognise_known_layers(
         rotary: As of :func:`moechat.models.decode.plain_layer.find_plain_layer`.
         deltas: Linear attention that is known.
     """
-    base: Any = getattr(model, "model", None)
+    base = base_of(model)
     counts = angle_counts(model)
     if len(counts) != 1 or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         return {}

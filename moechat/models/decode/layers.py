@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.native_step import (
+    SLOTS,
     NativeStep,
     decode_at_places,
+    first_keys,
     forwards_of,
     is_native_router,
     native_feed,
@@ -27,8 +28,6 @@ from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, recognise_wiring
 from moechat.models.element_types import ELEMENTS
-
-_SLOTS = (ReservedLayer, WindowLayer)
 
 
 def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlock]) -> NativeStep | None:
@@ -92,12 +91,6 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     except ValueError:  # the shapes of the parts do not match
         return None
 
-    def first_slot(tokens: int, generator: torch.Generator) -> ReservedLayer:
-        slot = ReservedLayer(2 * tokens)
-        keys, values = torch.randn((2, 1, kv_heads, tokens, dim), generator=generator).to(dtype)
-        slot.update(keys, values)
-        return slot
-
     return NativeStep(
         wiring=wiring,
         feed=feed,
@@ -106,11 +99,11 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         hidden_size=hidden_size,
         angles=angles,
         index=attention.layer_idx,
-        slots=_SLOTS,
+        slots=SLOTS,
         exact=feed.exact and not wiring.gated,  # torch's sigmoid rounds in another way
         decode=decode_at_places(
-            feed.finish(run, hidden_size, dtype), _SLOTS, (kv_heads, dim, dtype, dim), packed=True
+            feed.finish(run, hidden_size, dtype), SLOTS, (kv_heads, dim, dtype, dim), packed=True
         ),
-        first_slot=first_slot,
+        first_slot=first_keys(kv_heads, dim, dtype),
         keeps=(sinks, *forwards_of(wiring)),
     )

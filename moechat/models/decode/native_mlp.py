@@ -23,7 +23,8 @@ def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
     if products is None or dtype not in ELEMENTS:
         return None
     try:
-        run = _native.GatedMlp(ELEMENTS[dtype], *products)
+        gate, up, down = products
+        run = _native.GatedMlp(ELEMENTS[dtype], gate, up, down, mlp.activation)
     except ValueError:  # the sizes of the projections do not match
         return None
     own, hooks = mlp.module.forward, mlp.hooks()

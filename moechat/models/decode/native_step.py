@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.attention import hides_nothing
 from moechat.models.decode.probe import hooks_of
 from moechat.models.decode.products import row_product
@@ -25,6 +26,8 @@ from moechat.models.skeleton import EXPERTS_RUNNER
 
 Forward = Callable[..., Any]
 _Step = _native.LayerStep | _native.LatentStep | _native.DeltaStep
+# Types of the layers of caches with keys and values.
+SLOTS = (ReservedLayer, WindowLayer)
 # (hidden states [1, tokens, hidden], layer of each token's cache, cosines, sines) -> hidden states.
 Decode = Callable[[torch.Tensor, Sequence[Any], torch.Tensor, torch.Tensor], torch.Tensor | None]
 # (first arguments of the native step, residual [1, tokens, hidden]) -> hidden states.
@@ -220,7 +223,7 @@ class NativeStep:
                 hides_nothing(named.get("attention_mask"))
                 and type(cache) is DynamicCache
                 and index < len(cache.layers)
-                and not rest
+                and all(each is None for each in rest)
                 and not any(hooks)
                 and only_known_arguments(named)
                 and takes(hidden_states, angles)
@@ -232,9 +235,18 @@ class NativeStep:
         return forward
 
 
-def one_of_each(pairs: Sequence[tuple[Any, NativeStep]]) -> list[NativeStep]:
-    """A step of each type: what it takes, all of the same type take."""
-    return list({type(step.run): step for _, step in pairs}.values())
+def first_keys(
+    kv_heads: int, dim: int, dtype: torch.dtype
+) -> Callable[[int, torch.Generator], ReservedLayer]:
+    """:attr:`NativeStep.first_slot` of a step with such keys and values."""
+
+    def first_slot(tokens: int, generator: torch.Generator) -> ReservedLayer:
+        slot = ReservedLayer(2 * tokens)
+        keys, values = torch.randn((2, 1, kv_heads, tokens, dim), generator=generator).to(dtype)
+        slot.update(keys, values)
+        return slot
+
+    return first_slot
 
 
 def decode_at_places(

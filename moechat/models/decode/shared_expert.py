@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from moechat.geometry import Activation
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.routers import Rule
@@ -19,17 +21,23 @@ from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "act")
+_FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))``.
+    """``down(activation(gate(x)) * up(x))``.
 
     Attributes:
         module: The module.
+        activation: Its activation.
     """
 
     module: Any
+    activation: Activation = Activation.SILU
 
     @property
     def inputs(self) -> list[Any]:
@@ -71,23 +79,27 @@ class SharedBlock:
         return hooks_of(bypassed)
 
 
-def recognise_mlps(model: nn.Module) -> dict[nn.Module, GatedMlp]:
+def recognise_mlps(
+    model: nn.Module, activations: Collection[Activation] = (Activation.SILU,)
+) -> dict[nn.Module, GatedMlp]:
     """The gated feed-forward parts of a model. One of each kind is tried.
 
     Args:
         model: Its projections may keep their weights anywhere.
+        activations: Of the parts that are wanted: SiLU, or GELU's approximation by tanh.
     """
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, Activation | None] = {}
     found: dict[nn.Module, GatedMlp] = {}
     for module in model.modules():
         if not _may_be_mlp(module):
             continue
-        mlp = GatedMlp(module)
         kind = layer_kind(module), _type_of(module)
         if kind not in tried:
-            tried[kind] = _mlp_agrees(mlp)
-        if tried[kind]:
-            found[module] = mlp
+            agreeing = (each for each in activations if _mlp_agrees(GatedMlp(module, each)))
+            tried[kind] = next(agreeing, None)
+        activation = tried[kind]
+        if activation is not None:
+            found[module] = GatedMlp(module, activation)
     return found
 
 
@@ -129,7 +141,7 @@ def _mlp_agrees(mlp: GatedMlp) -> bool:
 def fed(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor:
     """What a gated feed-forward part computes, by its projections."""
     gate, up = (module(x) for module in mlp.inputs)
-    answer: torch.Tensor = mlp.output(functional.silu(gate) * up)
+    answer: torch.Tensor = mlp.output(_FUNCTIONS[mlp.activation](gate) * up)
     return answer
 
 

@@ -19,10 +19,12 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.cache_states import tensors_of
+from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
-from moechat.models.decode.native_step import NativeStep, native_part, one_of_each
+from moechat.models.decode.native_step import NativeStep, native_part
 from moechat.models.decode.probe import FEW_TOKENS, probing
+from moechat.models.skeleton import base_of
 
 # Numbers of tokens in the passes of the trial, and most tokens that a conversation has before them.
 _TRIAL_TOKENS = (2, 3, 5, FEW_TOKENS, _native.MOST_STEP_TOKENS)
@@ -61,6 +63,7 @@ class TogetherPass:
             for _, step in pairs
         )
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
+        self._ends = ModelEnds(model, [step for _, step in pairs])
         self._usable: bool | None = None
         self._by_rows = False  # other products compute each token on its own
 
@@ -80,29 +83,34 @@ class TogetherPass:
         """
         if not 1 <= len(tokens) == len(caches) <= self.most or not all(map(self._supports, caches)):
             return None
+        if self._ends.placeholders.intersection(tokens):
+            return None
         if self._usable is None:
             self._divide_products()
             self._usable = self._agrees()
-        return self._logits(tokens, caches, self._pairs) if self._usable else None
+        return self._logits(tokens, caches, self._pairs, self._ends) if self._usable else None
 
     def _logits(
         self,
         tokens: Sequence[int],
         caches: Sequence[Any],
         pairs: Sequence[tuple[Any, NativeStep]],
+        ends: ModelEnds,
     ) -> torch.Tensor | None:
-        base = self._model.model
-        hidden = base.embed_tokens(torch.tensor([list(tokens)]))
-        each = [base.rotary_emb(hidden, torch.tensor([[cache.get_seq_length()]])) for cache in caches]
-        if any(type(angles) is not tuple or len(angles) != 2 for angles in each):
+        hidden = ends.embed(torch.tensor([list(tokens)])).contiguous()
+        each = [ends.angles(hidden, cache.get_seq_length()) for cache in caches]
+        if not ends.takes(hidden[:, :1], each[0]):
             return None
-        cos, sin = (torch.cat(rows, dim=1).contiguous() for rows in zip(*each, strict=True))
-        hidden = hidden.contiguous()
-        if not all(step.takes(hidden[:, :1], each[0]) for step in one_of_each(pairs)):
-            return None
+        joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by those of the first token
         self._by_rows = True
         try:
             for number, (layer, step) in enumerate(pairs):
+                rows = [angles[number] for angles in each]
+                if id(rows[0]) not in joined:
+                    parts = zip(*rows, strict=True)
+                    cos, sin = (torch.cat(part, dim=1).contiguous() for part in parts)
+                    joined[id(rows[0])] = cos, sin
+                cos, sin = joined[id(rows[0])]
                 out = step.decode(hidden, [cache.layers[number] for cache in caches], cos, sin)
                 if out is None:
                     out = torch.cat(
@@ -118,7 +126,7 @@ class TogetherPass:
                         dim=1,
                     )
                 hidden = out
-            logits: torch.Tensor = self._model.lm_head(base.norm(hidden))[0]
+            logits = ends.logits(hidden)[0]
         finally:
             self._by_rows = False
         return logits
@@ -145,7 +153,7 @@ class TogetherPass:
         """
         kinds = [layer_kind(layer) for layer, _ in self._pairs]
         pairs = self._pairs[: max(map(kinds.index, kinds)) + 1]
-        base = self._model.model
+        base = base_of(self._model)
         before = base.layers
         with stub_experts(self._model), probing() as generator:
             base.layers = nn.ModuleList([layer for layer, _ in pairs])
@@ -157,10 +165,8 @@ class TogetherPass:
                 base.layers = before
 
     def _same(self, pairs: Sequence[tuple[Any, NativeStep]], generator: torch.Generator) -> bool:
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        ids = torch.randint(
-            vocabulary, (self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)), generator=generator
-        ).tolist()
+        ends = ModelEnds(self._model, [step for _, step in pairs])
+        ids = ends.draw(generator, self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)).tolist()
 
         def alone(token: int, cache: Any) -> torch.Tensor:
             out = self._model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
@@ -175,7 +181,7 @@ class TogetherPass:
                     alone(token, cache)
         for number, count in enumerate(count for count in _TRIAL_TOKENS if count <= self.most):
             tokens = [row[_TRIAL_HELD + number] for row in ids[:count]]
-            found = self._logits(tokens, [ours for ours, _ in caches[:count]], pairs)
+            found = self._logits(tokens, [ours for ours, _ in caches[:count]], pairs, ends)
             wanted = [alone(token, theirs) for token, (_, theirs) in zip(tokens, caches, strict=False)]
             if found is None or not torch.equal(found, torch.cat(wanted)):
                 return False

@@ -3,6 +3,9 @@
 Between the layers of a pass transformers prepares arguments, masks and outputs, which for one token takes
 longer than some of the parts. A model is recognised like a layer (:mod:`moechat.models.decode.layers`):
 its code must use only the names listed here, and both ways must give the same bits for random tokens.
+
+The code around the decoder of a model that also takes pictures or sound is not looked at: without these it
+adds nothing, as the trial shows, unless an id stands for one; such ids are left to it.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
-from moechat.models.decode.native_step import NativeStep, one_of_each
+from moechat.models.decode.native_step import NativeStep
 from moechat.models.decode.probe import probing
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.wiring import MODEL_WRAPPERS, only_calls_layers, uses_only
+from moechat.models.skeleton import base_of
 from moechat.models.state_layer import StateLayer
 
 # Names in the forward of a causal language model: its parts, the loss, and the fields of its output.
@@ -33,6 +38,9 @@ _MODEL_NAMES = frozenset(
         *("loss_function", "load_balancing_loss_func", "output_router_logits", "router_aux_loss_coef"),
         *("num_experts", "num_experts_per_tok", "to", "device"),
         *("last_hidden_state", "past_key_values", "hidden_states", "attentions", "router_logits"),
+        # Of Gemma 4.
+        *("Gemma4CausalLMOutputWithPast", "shared_kv_states", "shape"),
+        *("final_logit_softcapping", "torch", "tanh"),
         # Until transformers 5.22.
         *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
     }
@@ -54,13 +62,19 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
     Returns:
         ``None`` if the model is not recognised.
     """
-    base = getattr(model, "model", None)
-    if base is None or "forward" in vars(model) or model.training:
+    if "forward" in vars(model) or model.training:
         return None
     if set(dict(model.named_children())) != {"model", "lm_head"}:
         return None
-    if not uses_only(model, _MODEL_NAMES, wrappers=MODEL_WRAPPERS) or not only_calls_layers(base):
+    base = base_of(model)
+    if base is model.model:
+        if not uses_only(model, _MODEL_NAMES, wrappers=MODEL_WRAPPERS):
+            return None
+    elif list(model.model.children()) != [base] or "forward" in vars(model.model):
         return None
+    if not only_calls_layers(base):
+        return None
+    config = model.config.get_text_config()
     layers = list(base.layers)
     pairs: list[tuple[Any, NativeStep]] = []
     for layer in layers:
@@ -68,17 +82,17 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
         if not isinstance(step, NativeStep) or step.index != len(pairs):
             return None
         pairs.append((layer, step))
-    slots = _slots(model.config, [step for _, step in pairs])
-    if not pairs or len(pairs) != model.config.num_hidden_layers or len(slots) != len(pairs):
+    slots = _slots(config, [step for _, step in pairs])
+    if not pairs or len(pairs) != config.num_hidden_layers or len(slots) != len(pairs):
         return None
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False):
         return None
     kinds = list(map(layer_kind, layers))
     first = max(map(kinds.index, kinds)) + 1  # each kind is among so many
     if not _agrees(model, pairs[:first], slots[:first]):
         return None
     together = TogetherPass(
-        model, pairs, _supports(model, pairs, slots), lambda tokens: _trial_cache(model, slots, tokens)
+        model, pairs, _supports(model, pairs, slots), lambda tokens: _trial_cache(config, slots, tokens)
     )
     return _with(model.forward, _decode(model, pairs, slots)), together
 
@@ -110,8 +124,7 @@ def _supports(
     model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]
 ) -> Callable[[Any], bool]:
     """Whether native steps take a token for an attention cache, and no module has a hook, now."""
-    base = model.model
-    modules = (model, base, base.embed_tokens, base.rotary_emb, base.norm, model.lm_head)
+    modules = (model, model.model, base_of(model), *ModelEnds(model, [step for _, step in pairs]).modules)
     hooks = tuple(
         found
         for module in (*modules, *(layer for layer, _ in pairs))
@@ -129,7 +142,7 @@ def _supports(
     return supports
 
 
-def _trial_cache(model: Any, slots: list[tuple[type, ...]], tokens: int) -> DynamicCache:
+def _trial_cache(config: Any, slots: list[tuple[type, ...]], tokens: int) -> DynamicCache:
     """A cache for so many tokens, with layers of the types that native steps take."""
 
     def layer(allowed: tuple[type, ...]) -> Any:
@@ -137,7 +150,7 @@ def _trial_cache(model: Any, slots: list[tuple[type, ...]], tokens: int) -> Dyna
             return StateLayer()
         return ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(window, 1)
 
-    window: Any = getattr(model.config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     cache = DynamicCache()
     cache.layers = list(map(layer, slots))
     return cache
@@ -147,9 +160,7 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
     """A function of token ids and named arguments; its result is ``None``, without any change, if it does not
     support the pass.
     """
-    base, head = model.model, model.lm_head
-    embed, angles_of, norm = base.embed_tokens, base.rotary_emb, base.norm
-    first = one_of_each(pairs)
+    ends = ModelEnds(model, [step for _, step in pairs])
     takes_cache = _supports(model, pairs, slots)
 
     def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
@@ -167,16 +178,18 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
         cache: Any = named.get("past_key_values")
         if not supports(input_ids, cache, named):
             return None
-        hidden = embed(input_ids)
-        angles = angles_of(hidden, torch.tensor([[cache.get_seq_length()]]))
-        if not all(step.takes(hidden, angles) for step in first):
+        if ends.placeholders and int(input_ids) in ends.placeholders:
             return None
-        for (layer, step), slot in zip(pairs, cache.layers, strict=True):
+        hidden = ends.embed(input_ids)
+        each = ends.angles(hidden, cache.get_seq_length())
+        if not ends.takes(hidden, each):
+            return None
+        for (layer, step), slot, angles in zip(pairs, cache.layers, each, strict=True):
             out = step.decode(hidden, (slot,), *angles)
             if out is None:
                 out = layer(hidden, past_key_values=cache, position_embeddings=angles, use_cache=True)
             hidden = out
-        return MoeCausalLMOutputWithPast(logits=head(norm(hidden)), past_key_values=cache)
+        return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), past_key_values=cache)
 
     return decode
 
@@ -184,11 +197,12 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
 def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> bool:
     """Whether both ways give the same logits, bit by bit, with the first layers and stub experts."""
     decode = _decode(model, pairs, slots)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    ends = ModelEnds(model, [step for _, step in pairs])
     results: list[list[torch.Tensor]] = [[], []]
-    with stub_experts(model), _layers(model.model, [layer for layer, _ in pairs]), probing() as generator:
-        caches = [_trial_cache(model, slots, _PROBE_TOKENS) for _ in range(2)]
-        for ids in torch.randint(vocabulary, (_PROBE_TOKENS, 1, 1), generator=generator):
+    with stub_experts(model), _layers(base_of(model), [layer for layer, _ in pairs]), probing() as generator:
+        config = model.config.get_text_config()
+        caches = [_trial_cache(config, slots, _PROBE_TOKENS) for _ in range(2)]
+        for ids in ends.draw(generator, _PROBE_TOKENS, 1, 1):
             try:
                 theirs = model.forward(ids, past_key_values=caches[0], use_cache=True)
                 ours = decode(ids, {"past_key_values": caches[1], "use_cache": True})

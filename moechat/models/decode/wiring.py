@@ -24,7 +24,7 @@ ATTENTION, LINEAR_ATTENTION = "self_attn", "linear_attn"
 _BESIDE = frozenset({"input_layernorm", "post_attention_layernorm", "mlp"})
 # Names in the code of layers that have one of both mixers, or whose ``mlp`` may return a tuple.
 _CHOOSES = frozenset({ATTENTION, LINEAR_ATTENTION, "layer_type", "block_type", "isinstance", "tuple"})
-_ATTENTION_NAMES = frozenset(
+ATTENTION_NAMES = frozenset(
     {
         # modules and sizes
         *(*PROJECTIONS, *HEAD_NORMS, "head_dim", "layer_idx", "config"),
@@ -70,6 +70,10 @@ _BASE_NAMES = frozenset(
         *("view", "expand", "ndim"),
         # Until transformers 5.22, of some families.
         *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast"),
+        # Of Gemma 4: angles of each type of layer, and options that its layers' steps exclude.
+        *("unique_layer_types", "Gemma4TextModelOutputWithPast", "pop", "get"),
+        *("hidden_size_per_layer_input", "get_per_layer_inputs", "project_per_layer_inputs"),
+        *("KVSharingDict", "first_kv_shared_layer_idx", "_maybe_slice_kv_shared_inputs"),
     }
 )
 # Arguments of a layer that its parts use, or that have no effect for one token that attends to all keys.
@@ -81,6 +85,7 @@ _KNOWN_ARGUMENTS = frozenset(
         "position_ids",
         "use_cache",
         "cache_position",
+        "shared_kv_states",  # of layers that share keys and values, which have no native step
     }
 )
 
@@ -88,6 +93,8 @@ _KNOWN_ARGUMENTS = frozenset(
 @dataclass(frozen=True)
 class Wiring:
     """A decoder layer: ``a = x + attention(before(x))``, then ``a + mlp(after(a))``.
+
+    Of Gemma 4's layers, which have more parts, ``mlp`` is the dense one beside the experts.
 
     Attributes:
         before: Norm of its inputs.
@@ -135,7 +142,7 @@ def recognise_wiring(
     attention, mlp = layer._modules[mixer], layer.mlp
     if not uses_only(layer, _BESIDE | _CHOOSES):
         return None
-    names, gated = _ATTENTION_NAMES, False
+    names, gated = ATTENTION_NAMES, False
     for option, more in _OPTIONAL.items():
         if getattr(getattr(attention, "config", None), option, None) is None:
             names |= more

@@ -221,6 +221,8 @@ void bind_decode(py::module_& m) {
            py::arg("type"), py::arg("weight"), py::arg("bias"), py::arg("experts"), py::arg("hidden"),
            py::arg("scoring"), py::arg("chosen"), py::arg("correction"), py::arg("normalise"),
            py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"))
+      .def("scaled", &RouterStep::scaled, py::arg("norm"), py::arg("inputs"), py::arg("input"),
+           py::arg("experts"))
       .def("__call__", &RouterStep::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),
            py::arg("weights"));
 

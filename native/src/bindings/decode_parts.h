@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "bindings/arrays.h"
@@ -110,6 +111,16 @@ struct LatentHeads {
 struct RouterStep {
   RouteTask task;
   RouterRule rule;
+  std::optional<RouterScales> scales;
+
+  RouterStep scaled(const Norm& norm, Address inputs, float input, Address expert_factors) const {
+    if (norm.task.type != task.type || norm.task.cols != task.hidden)
+      refuse("the norm has another width or type");
+    if (rule.weight_type != ElementType::kFloat32) refuse("scaled weights must be float32");
+    RouterStep made = *this;
+    made.scales = RouterScales{norm.task, at(inputs), input, at<const float>(expert_factors)};
+    return made;
+  }
 
   void run(Address x, std::int64_t tokens, Address logits, Address index, Address weights) const {
     RouteTask own = task;
@@ -117,6 +128,7 @@ struct RouterStep {
     own.tokens = tokens;
     own.logits = at(logits);
     const ReleaseGil released;
+    if (scales) return route_scaled(own, rule, *scales, at<std::int64_t>(index), at<float>(weights));
     route(own, rule, at<std::int64_t>(index), at(weights));
   }
 };

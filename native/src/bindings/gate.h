@@ -1,4 +1,4 @@
-// The Python class Gate.
+// Names of activations, and the Python class Gate.
 #pragma once
 
 #include <string>
@@ -20,16 +20,21 @@ constexpr NamedActivation kActivations[] = {
 };
 
 // Throws ValueError.
-inline GateSpec gate_spec(const std::string& activation, float alpha, float limit, float offset,
-                          bool clamps_result, bool gated) {
+inline Activation activation_of(const std::string& name) {
   std::string names;
   for (const NamedActivation& known : kActivations) {
+    if (name == known.name) return known.kind;
     names += (names.empty() ? "" : ", ") + std::string(known.name);
-    if (activation != known.name) continue;
-    if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; it must be positive");
-    return {known.kind, alpha, limit, offset, clamps_result, gated};
   }
-  refuse("activation \"" + activation + "\" is unknown; choose one of: " + names);
+  refuse("activation \"" + name + "\" is unknown; choose one of: " + names);
+}
+
+// Throws ValueError.
+inline GateSpec gate_spec(const std::string& activation, float alpha, float limit, float offset,
+                          bool clamps_result, bool gated) {
+  const Activation kind = activation_of(activation);
+  if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; it must be positive");
+  return {kind, alpha, limit, offset, clamps_result, gated};
 }
 
 }  // namespace moechat

@@ -18,6 +18,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/decode_parts.h"
+#include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "kernels/decode/delta_step.h"
 #include "kernels/decode/feed_step.h"
@@ -94,9 +95,9 @@ struct Mlp {
   }
 };
 
-Mlp make_mlp(const std::string& type, Product gate, Product up, Product down) {
+Mlp make_mlp(const std::string& type, Product gate, Product up, Product down, const std::string& activation) {
   Mlp mlp{};
-  mlp.task = {element_type(type), gate.task, up.task, down.task};
+  mlp.task = {element_type(type), gate.task, up.task, down.task, activation_of(activation)};
   check_gated_mlp(mlp.task);
   mlp.kept = {std::move(gate), std::move(up), std::move(down)};
   return mlp;
@@ -112,14 +113,23 @@ struct Feed {
   }
 };
 
+// Norms of the experts' inputs, of both results and of their sum, and the address of the layer's factor.
+using MoreNorms = std::tuple<Norm, Norm, Norm, Norm, Address>;
+
 Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing, const std::optional<Mlp>& shared,
-               std::optional<Product> gate) {
+               std::optional<Product> gate, const std::optional<MoreNorms>& norms) {
   Feed feed{};
+  if (norms) {
+    const auto& [experts, shared_result, experts_result, result, scale] = *norms;
+    feed.task.norms =
+        FeedNorms{experts.task, shared_result.task, experts_result.task, result.task, at(scale)};
+  }
   feed.task.after = after.task;
   feed.task.routes = routing.has_value();
   if (routing) {
     feed.task.routing = routing->task;
     feed.task.rule = routing->rule;
+    feed.task.scales = routing->scales;
   }
   feed.task.shares = shared.has_value();
   if (shared) {
@@ -215,9 +225,11 @@ void define_placed(py::class_<Step>& step) {
 using Step = PlacedStep<LayerStep, &layer_step>;
 using LatentLayer = PlacedStep<LatentStep, &latent_step>;
 
-Step make_step(const std::string& type, const Norm& before, Product query, Product key, Product value,
-               Product output, bool gated, const std::optional<std::pair<Norm, Norm>>& head_norms,
-               const Attention& attention, std::int64_t angles, std::int64_t width, const Feed& feed) {
+Step make_step(const std::string& type, const Norm& before, Product query, Product key,
+               std::optional<Product> value, Product output, bool gated,
+               const std::optional<std::pair<Norm, Norm>>& head_norms, const Attention& attention,
+               std::int64_t angles, std::int64_t width, const Feed& feed,
+               const std::optional<Norm>& value_norm, const std::optional<Norm>& output_norm) {
   Step step{};
   LayerStep& task = step.task;
   task.type = element_type(type);
@@ -225,7 +237,8 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   task.before = before.task;
   task.query = query.task;
   task.key = key.task;
-  task.value = value.task;
+  task.shares_keys = !value.has_value();
+  if (value) task.value = value->task;
   task.output = output.task;
   task.gated = gated;
   task.norms_heads = head_norms.has_value();
@@ -233,13 +246,16 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
     task.query_norm = head_norms->first.task;
     task.key_norm = head_norms->second.task;
   }
+  if (value_norm) task.value_norm = value_norm->task;
+  if (output_norm) task.output_norm = output_norm->task;
   task.attention = attention.task;
   task.angles = angles;
   task.width = width;
   task.feed = feed.task;
   check_layer_step(task);
   step.kept = feed.kept;
-  for (Product* product : {&query, &key, &value, &output}) step.kept.push_back(std::move(*product));
+  for (Product* product : {&query, &key, &output}) step.kept.push_back(std::move(*product));
+  if (value) step.kept.push_back(std::move(*value));
   return step;
 }
 
@@ -393,10 +409,12 @@ void bind_layer_step(py::module_& m) {
   m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));
 
   py::class_<Mlp>(m, "GatedMlp")
-      .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"))
+      .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"),
+           py::arg("activation") = "silu")
       .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
   py::class_<Feed>(m, "FeedStep")
-      .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"))
+      .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"),
+           py::arg("norms") = py::none())
       .def("add", &Feed::add, py::arg("x"), py::arg("shared"), py::arg("residual"), py::arg("tokens"));
 
   py::class_<Mixer>(m, "DeltaMixer")
@@ -419,7 +437,8 @@ void bind_layer_step(py::module_& m) {
   py::class_<Step> step(m, "LayerStep");
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
-           py::arg("angles"), py::arg("width"), py::arg("feed"));
+           py::arg("angles"), py::arg("width"), py::arg("feed"), py::arg("value_norm") = py::none(),
+           py::arg("output_norm") = py::none());
   define_placed(step);
   py::class_<LatentLayer> latent(m, "LatentStep");
   latent.def(py::init(&make_latent), py::arg("before"), py::arg("shortened"), py::arg("query"),

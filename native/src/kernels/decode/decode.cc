@@ -271,4 +271,31 @@ void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, v
   }
 }
 
+void route_scaled(const RouteTask& task, const RouterRule& rule, const RouterScales& scales,
+                  std::int64_t* index, float* weights) {
+  const DecodeKernels& kernel = *kernels().decode;
+  const std::int64_t elements = task.tokens * task.hidden;
+  static thread_local std::vector<float> narrow, wide, factors;
+  narrow.resize(static_cast<std::size_t>(elements));  // at least as wide as any element
+  wide.resize(static_cast<std::size_t>(elements));
+  factors.resize(static_cast<std::size_t>(task.hidden));
+  NormTask norm = scales.norm;
+  norm.x = task.x;
+  norm.out = narrow.data();
+  rms_norm(norm, task.tokens);
+  kernel.widen(task.type, narrow.data(), elements, wide.data());
+  kernel.widen(task.type, scales.inputs, task.hidden, factors.data());
+  for (std::int64_t i = 0; i < elements; ++i) {
+    wide[static_cast<std::size_t>(i)] *= factors[static_cast<std::size_t>(i % task.hidden)];
+  }
+  kernel.narrow(task.type, wide.data(), elements, narrow.data());
+  kernel.widen(task.type, narrow.data(), elements, wide.data());
+  for (float& value : wide) value *= scales.input;
+  kernel.narrow(task.type, wide.data(), elements, narrow.data());
+  RouteTask scaled = task;
+  scaled.x = narrow.data();
+  route(scaled, rule, index, weights);
+  for (std::int64_t i = 0; i < task.tokens * rule.chosen; ++i) weights[i] *= scales.experts[index[i]];
+}
+
 }  // namespace moechat

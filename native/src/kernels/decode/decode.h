@@ -41,4 +41,17 @@ struct RouterRule {
 // score; ties go to the lower index. index [tokens, chosen], weights [tokens, chosen] of weight_type.
 void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights);
 
+// What a router makes of hidden states before its product, rounded to the element type after each step, and
+// of the weights of the chosen experts (Gemma 4).
+struct RouterScales {
+  NormTask norm;         // its x and out are unused
+  const void* inputs;    // [hidden], of the element type: factors of the normalised elements
+  float input;           // multiplies all of them
+  const float* experts;  // [experts]: factors of the weights
+};
+
+// As route(), with float32 weights.
+void route_scaled(const RouteTask& task, const RouterRule& rule, const RouterScales& scales,
+                  std::int64_t* index, float* weights);
+
 }  // namespace moechat

@@ -12,6 +12,13 @@ std::int64_t mlp_bytes(const GatedMlp& mlp, std::int64_t tokens) {
          Arena::bytes_of(tokens * mlp.down.rows * 4);
 }
 
+// Both activations are x times the sigmoid of this: tanh(y) = 2 * sigmoid(2 * y) - 1.
+float logit_of(Activation activation, float x) {
+  if (activation == Activation::kSilu) return x;
+  constexpr float kTwiceRoot = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
+  return kTwiceRoot * (x + 0.044715f * x * x * x);
+}
+
 // As gated_mlp(), in memory of mlp_bytes().
 void mlp_in(Arena& arena, const GatedMlp& mlp, const float* x, std::int64_t tokens, void* out) {
   const DecodeKernels& kernel = *kernels().decode;
@@ -29,7 +36,7 @@ void mlp_in(Arena& arena, const GatedMlp& mlp, const float* x, std::int64_t toke
   multiply(mlp.up, x, tokens, up);
   rounded(gate);
   rounded(up);
-  for (std::int64_t i = 0; i < inner; ++i) factors[i] = -gate[i];
+  for (std::int64_t i = 0; i < inner; ++i) factors[i] = -logit_of(mlp.activation, gate[i]);
   kernel.exponentials(factors, inner, 0.0f);
   for (std::int64_t i = 0; i < inner; ++i) gate[i] /= 1.0f + factors[i];
   rounded(gate);
@@ -53,6 +60,7 @@ void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float
 void check_gated_mlp(const GatedMlp& mlp) {
   require_fit(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
   require_fit(mlp.down.cols == mlp.up.rows, "up and down");
+  require_fit(mlp.activation == Activation::kSilu || mlp.activation == Activation::kGeluTanh, "activation");
 }
 
 void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out) {
@@ -69,6 +77,21 @@ void check_feed_step(const FeedStep& step) {
   const std::int64_t hidden = step.after.cols;
   if (step.routes) {
     require_fit(step.routing.type == type && step.routing.hidden == hidden, "router and hidden size");
+  }
+  require_fit(!step.scales || step.routes, "scales without a router");
+  require_fit(!step.norms || step.shares, "norms of results without a shared expert");
+  const auto fits = [&](const NormTask& norm) {
+    require_fit(norm.type == type && norm.cols == hidden, "norms and hidden size");
+  };
+  if (step.scales) {
+    fits(step.scales->norm);
+    require_fit(step.rule.weight_type == ElementType::kFloat32, "type of scaled weights");
+  }
+  if (step.norms) {
+    for (const NormTask& norm :
+         {step.norms->experts, step.norms->shared_result, step.norms->experts_result, step.norms->result}) {
+      fits(norm);
+    }
   }
   if (!step.shares) return;
   require_fit(step.routes, "a shared expert without a router");
@@ -87,30 +110,35 @@ void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& given,
   std::int64_t bytes = Arena::bytes_of(hidden * size) + Arena::bytes_of(logits * 4) +
                        Arena::bytes_of(chosen * 4) + 2 * Arena::bytes_of(tokens * 4) +
                        Arena::bytes_of(hidden * 4);
+  if (step.norms) bytes += Arena::bytes_of(hidden * size);
   if (step.shares) bytes += mlp_bytes(step.shared, tokens);
   Arena arena(bytes);
-  const auto normalise = [&](void* out) {
-    NormTask task = step.after;
-    task.x = given.residual;
+  const auto normalise = [&](const NormTask& norm, const void* x, void* out) {
+    NormTask task = norm;
+    task.x = x;
     task.out = out;
     rms_norm(task, tokens);
   };
   if (!step.routes) {
-    normalise(given.normed);
+    normalise(step.after, given.residual, given.normed);
     clock.add(&StepTimes::norms);
     return;
   }
   void* rows = arena.take(hidden * size);
-  normalise(rows);
+  normalise(step.after, given.residual, rows);
   kernel.widen(type, rows, hidden, given.x);
   clock.add(&StepTimes::norms);
   RouteTask choice = step.routing;
-  choice.x = rows;
+  choice.x = step.scales ? given.residual : rows;
   choice.tokens = tokens;
   choice.logits = arena.take(logits * 4);
   void* weights = arena.take(chosen * 4);
-  route(choice, step.rule, given.index, weights);
-  kernel.widen(step.rule.weight_type, weights, chosen, given.weights);
+  if (step.scales) {
+    route_scaled(choice, step.rule, *step.scales, given.index, given.weights);
+  } else {
+    route(choice, step.rule, given.index, weights);
+    kernel.widen(step.rule.weight_type, weights, chosen, given.weights);
+  }
   clock.add(&StepTimes::router);
   if (!step.shares) return;
   mlp_in(arena, step.shared, given.x, tokens, given.shared);
@@ -129,6 +157,12 @@ void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& given,
     kernel.narrow(type, results, hidden, given.shared);
   }
   clock.add(&StepTimes::shared);
+  if (!step.norms) return;
+  void* experts = arena.take(hidden * size);
+  normalise(step.norms->experts, given.residual, experts);
+  kernel.widen(type, experts, hidden, given.x);
+  normalise(step.norms->shared_result, given.shared, given.shared);  // it may overwrite its input
+  clock.add(&StepTimes::norms);
 }
 
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
@@ -144,11 +178,24 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
   Arena arena(Arena::bytes_of(elements * size) + Arena::bytes_of(elements * 4));
   void* sums = arena.take(elements * size);
   auto* wide = arena.take<float>(elements * 4);
+  const auto normalise = [&](const NormTask& norm) {
+    NormTask task = norm;
+    task.x = task.out = sums;
+    rms_norm(task, tokens);
+  };
   kernel.widen(type, shared, elements, wide);
   kernel.narrow(type, x, elements, sums);
+  if (step.norms) normalise(step.norms->experts_result);
   kernel.add(type, wide, elements, sums);
+  if (step.norms) normalise(step.norms->result);
   kernel.widen(type, sums, elements, wide);
   kernel.add(type, wide, elements, residual);
+  if (!step.norms) return;
+  float scale;
+  kernel.widen(type, step.norms->scale, 1, &scale);
+  kernel.widen(type, residual, elements, wide);
+  for (std::int64_t i = 0; i < elements; ++i) wide[i] *= scale;
+  kernel.narrow(type, wide, elements, residual);
 }
 
 }  // namespace moechat

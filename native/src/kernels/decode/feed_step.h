@@ -4,24 +4,36 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "kernels/decode/decode.h"
 #include "kernels/decode/step_product.h"
 #include "kernels/decode/step_times.h"
+#include "kernels/isa/kernel_api.h"
 
 namespace moechat {
 
-// out = down(silu(gate(x)) * up(x)).
+// out = down(activation(gate(x)) * up(x)), of kSilu or kGeluTanh.
 struct GatedMlp {
   ElementType type;
   StepProduct gate, up, down;
+  Activation activation = Activation::kSilu;
 };
 
-// Throws std::invalid_argument if the products do not have the sizes of each other.
+// Throws std::invalid_argument if the products do not have the sizes of each other, or for another
+// activation.
 void check_gated_mlp(const GatedMlp& mlp);
 // x: [tokens, gate.cols], out: [tokens, down.rows]. Throws std::invalid_argument for a wrong number of
 // tokens.
 void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out);
+
+// Further norms of a layer with a router and a shared expert (Gemma 4).
+struct FeedNorms {
+  NormTask experts;                        // of the residual: what the routed experts get
+  NormTask shared_result, experts_result;  // of both results, before their sum
+  NormTask result;                         // of the sum, which is added to the residual then
+  const void* scale;                       // [1], of the element type: multiplies what the layer gives
+};
 
 // Invariants, which check_feed_step() verifies: all parts have the width and the type of the norm.
 struct FeedStep {
@@ -29,6 +41,8 @@ struct FeedStep {
   bool routes;
   RouteTask routing;
   RouterRule rule;
+  std::optional<RouterScales> scales;  // the router gets the residual then, else the rows of `after`
+  std::optional<FeedNorms> norms;
   bool shares;  // has a shared expert; only with a router
   GatedMlp shared;
   bool gates;        // the sigmoid of `gate` multiplies the shared expert's result
@@ -38,7 +52,7 @@ struct FeedStep {
 // Rows of some tokens behind their mixer, and where the results go.
 struct FeedRows {
   const void* residual;  // [tokens, hidden]: hidden state and result of the mixer
-  // With a router: the rows of the norm as float32, experts and weights of the tokens, and, of a step with a
+  // With a router: the experts' inputs as float32, experts and weights of the tokens, and, of a step with a
   // shared expert, its result.
   float* x;             // [tokens, hidden]
   std::int64_t* index;  // [tokens, chosen]
@@ -52,7 +66,7 @@ void check_feed_step(const FeedStep& step);
 void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, StepClock& clock);
 
 // residual += rounded(rounded(x) + shared), rounded to the type of the step; without a shared expert
-// rounded(x). x: what the routed experts give, [tokens, hidden].
+// rounded(x). With norms as these say. x: what the routed experts give, [tokens, hidden].
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
                  void* residual);
 

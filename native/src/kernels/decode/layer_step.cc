@@ -17,12 +17,15 @@ void check_layer_step(const LayerStep& step) {
               "the parts have several types");
   require_fit(heads.tail_dim == 0, "keys in two parts");
   require_fit(step.before.cols == step.hidden && step.feed.after.cols == step.hidden, "norm and hidden size");
-  require_fit(
-      step.query.cols == step.hidden && step.key.cols == step.hidden && step.value.cols == step.hidden,
-      "projections and hidden size");
+  require_fit(step.query.cols == step.hidden && step.key.cols == step.hidden, "projections and hidden size");
   require_fit(step.query.rows == query_cols + (step.gated ? value_cols : 0) && step.key.rows == key_cols,
               "projections and heads");
-  require_fit(step.value.rows == heads.kv_heads * heads.value_dim, "values and heads");
+  if (step.shares_keys) {
+    require_fit(heads.key_dim == heads.value_dim, "keys as values");
+  } else {
+    require_fit(step.value.cols == step.hidden && step.value.rows == heads.kv_heads * heads.value_dim,
+                "values and heads");
+  }
   require_fit(
       step.output.rows == step.hidden && step.output.cols == heads.kv_heads * heads.group * heads.value_dim,
       "output projection and heads");
@@ -32,6 +35,14 @@ void check_layer_step(const LayerStep& step) {
     require_fit(step.query_norm.cols == heads.key_dim || step.query_norm.cols == query_cols,
                 "norm of queries");
     require_fit(step.key_norm.cols == heads.key_dim || step.key_norm.cols == key_cols, "norm of keys");
+  }
+  if (step.value_norm) {
+    require_fit(step.value_norm->type == step.type && step.value_norm->cols == heads.value_dim,
+                "norm of values");
+  }
+  if (step.output_norm) {
+    require_fit(step.output_norm->type == step.type && step.output_norm->cols == step.hidden,
+                "norm of the output");
   }
   require_fit(step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
                   (step.angles == step.width || 2 * step.angles == step.width),
@@ -96,7 +107,7 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   clock.add(&StepTimes::norms);
   multiply(step.query, wide, tokens, query_sums);
   multiply(step.key, wide, tokens, key_sums);
-  multiply(step.value, wide, tokens, value_sums);
+  if (!step.shares_keys) multiply(step.value, wide, tokens, value_sums);
   if (step.gated) {
     kernel.narrow(type, query_sums, queries + gates, both);
     const std::int64_t bytes = shape.key_dim * size;
@@ -108,14 +119,14 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     kernel.narrow(type, query_sums, queries, query);
   }
   kernel.narrow(type, key_sums, keys, key);
-  kernel.narrow(type, value_sums, values, value);
+  kernel.narrow(type, step.shares_keys ? key_sums : value_sums, values, value);
   clock.add(&StepTimes::projections);
   if (step.norms_heads) {
     // A norm may overwrite its input, because it sums a row before it writes any element of it.
     normalise(step.query_norm, query, query, queries);
     normalise(step.key_norm, key, key, keys);
   }
-
+  if (step.value_norm) normalise(*step.value_norm, value, value, values);
   clock.add(&StepTimes::norms);
   RotateTask turn{};
   turn.type = type;
@@ -186,9 +197,15 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     kernel.widen(type, mixed, mixes, wide);
   }
   multiply(step.output, wide, tokens, output_sums);
+  clock.add(&StepTimes::projections);
+  if (step.output_norm) {
+    kernel.narrow(type, output_sums, hidden, rows);
+    normalise(*step.output_norm, rows, rows, hidden);
+    kernel.widen(type, rows, hidden, output_sums);
+  }
   std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(hidden * size));
   kernel.add(type, output_sums, hidden, call.residual);
-  clock.add(&StepTimes::projections);
+  clock.add(&StepTimes::norms);
 
   FeedRows feed = call.rows;
   feed.residual = call.residual;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "kernels/decode/decode.h"
 #include "kernels/decode/feed_step.h"
@@ -26,11 +27,14 @@ struct LayerStep {
   // If `gated`, `query` gives each head its query and then its gates, whose sigmoids multiply the result of
   // attention; keys and values have the same size then.
   StepProduct query, key, value, output;
+  bool shares_keys;  // values are what `key` gives, before any norm; `value` is unused
   bool gated;
   bool norms_heads;  // applies query_norm and key_norm: to each head, or to all heads as one row
   NormTask query_norm, key_norm;
-  AttendTask attention;        // type, kv_heads, group, key_dim, value_dim, scale, sinks
-  std::int64_t angles, width;  // as RotateTask
+  std::optional<NormTask> value_norm;   // of each head
+  std::optional<NormTask> output_norm;  // of what the output projection gives, before it is added
+  AttendTask attention;                 // type, kv_heads, group, key_dim, value_dim, scale, sinks
+  std::int64_t angles, width;           // as RotateTask
   FeedStep feed;
   StepTimes* times;  // or null: not measured
 };
