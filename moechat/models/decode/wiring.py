@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -66,7 +66,9 @@ _BASE_NAMES = frozenset(
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
         "create_recurrent_attention_mask",
-        *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
+        *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance", "set"),
+        # Of models that also take pictures, and what they add to hidden states for these.
+        *("jit", "is_tracing", "len", "range", "_deepstack_process"),
         *("view", "expand", "ndim"),
         # Until transformers 5.22, of some families.
         *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast"),
@@ -186,9 +188,13 @@ def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[s
         forward = forward.__wrapped__
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
-    code = forward.__code__
-    nested = any(isinstance(constant, type(code)) for constant in code.co_consts)
-    return not nested and not code.co_freevars and names.issuperset(code.co_names)
+    return not forward.__code__.co_freevars and names.issuperset(_names(forward.__code__))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that code uses, functions inside of it included."""
+    inside = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inside)
 
 
 def only_known_arguments(named: dict[str, Any]) -> bool:
