@@ -2534,6 +2534,7 @@ class Routing:
         scale: Factor of the weights.
         weight_type: Element type of the resulting weights.
         logits_type: Element type of the logits: ``float32`` or as ``type``.
+        rounds_scores: Round the scores to ``logits_type`` before the choice.
     """
 
     def __init__(
@@ -2550,6 +2551,7 @@ class Routing:
         scale: float,
         weight_type: str,
         logits_type: str,
+        rounds_scores: bool = False,
     ) -> None: ...
     def scaled(self, norm: RmsNorm, inputs: int, input: float, experts: int) -> Routing:
         """The same router behind a norm, with more factors; ``x`` is what the norm takes then.
@@ -2936,6 +2938,87 @@ class DeltaStep:
         Args:
             hidden: [tokens, hidden].
             states: Of each token, ``before`` and ``state`` of :meth:`GatedDelta.__call__`.
+            residual: As there, as all that follow.
+            x: See there.
+            index: See there.
+            weights: See there.
+            shared: See there.
+        """
+
+    def normalise(self, hidden: int, states: Sequence[tuple[int, int]], residual: int, normed: int) -> None:
+        """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
+
+    def measure(self, on: bool) -> None:
+        """As of :class:`LayerStep`."""
+
+    def seconds(self) -> dict[str, float]:
+        """As of :class:`LayerStep`."""
+
+class ShortConvMixer:
+    """A gated short convolution with its projections, for one token; see
+    :mod:`moechat.models.decode.short_conv`.
+
+    Args:
+        type: As for :class:`RmsNorm`, of everything.
+        channels: Channels.
+        taps: Tokens of the convolution, the new one included: at most 8.
+        weights: Address of [channels, taps].
+        biases: Address of [channels], or 0.
+        input: The first projection.
+        output: The last one.
+
+    Raises:
+        ValueError: A size is not possible, or the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        channels: int,
+        taps: int,
+        weights: int,
+        biases: int,
+        input: DenseProduct,
+        output: DenseProduct,
+    ) -> None: ...
+    def __call__(self, hidden: int, before: int, state: int, out: int) -> None:
+        """Compute a token.
+
+        Args:
+            hidden: Address of the hidden state.
+            before: Of [channels, taps], the last elements of each channel, overwritten.
+            state: Unused.
+            out: Of the result.
+        """
+
+class ShortConvStep:
+    """As :class:`LayerStep`, of a layer with a gated short convolution.
+
+    Args:
+        before: Norm of the hidden state.
+        mixer: The convolution.
+        feed: What follows it.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(self, before: RmsNorm, mixer: ShortConvMixer, feed: FeedStep) -> None: ...
+    def route(
+        self,
+        hidden: int,
+        states: Sequence[tuple[int, int]],
+        residual: int,
+        x: int,
+        index: int,
+        weights: int,
+        shared: int,
+    ) -> None:
+        """Compute as :meth:`LayerStep.route`.
+
+        Args:
+            hidden: [tokens, hidden].
+            states: Of each token, ``before`` of :meth:`ShortConvMixer.__call__` and 0.
             residual: As there, as all that follow.
             x: See there.
             index: See there.

@@ -107,3 +107,12 @@ def token_states(
         return None
     fits = before.shape == before_shape and state.shape == state_shape and state.dtype is torch.float32
     return (before, state) if fits else None
+
+
+def token_convolution(layer: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """As :func:`token_states`, of a layer that has only the states of a convolution, of this shape."""
+    if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:
+        return None
+    before = layer.conv_states[0]
+    fits = before is not None and before.shape == shape and before.is_contiguous()
+    return before if fits and layer.recurrent_states[0] is None else None

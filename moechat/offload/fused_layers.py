@@ -30,11 +30,10 @@ from moechat.models.decode.plain_layer import PlainLayer, weight_of
 from moechat.models.decode.probe import FEW_TOKENS
 from moechat.models.decode.rotary import rotated_width
 from moechat.models.decode.wiring import (
-    HEAD_NORMS,
-    PROJECTIONS,
     Wiring,
     only_calls_layers,
     only_known_arguments,
+    rotary_and_norm,
 )
 from moechat.models.skeleton import base_of
 from moechat.offload.fused_delta import mixed, serves_mixer
@@ -135,7 +134,9 @@ def recognise_layers(
     base = base_of(model)
     (angles,) = angle_counts(model)
     follows = (
-        dict(zip(base.layers, [*base.layers[1:], base.norm], strict=True)) if only_calls_layers(base) else {}
+        dict(zip(base.layers, [*base.layers[1:], rotary_and_norm(base)[1]], strict=True))
+        if only_calls_layers(base)
+        else {}
     )
     fused = {}
     for layer, known in found.items():
@@ -227,7 +228,7 @@ def _serves(plain: PlainLayer, place: ReplayLayer, hidden: torch.Tensor, angles:
 def _head_weights(plain: PlainLayer) -> list[torch.Tensor]:
     if plain.head_norms is None:
         return []
-    return [getattr(plain.wiring.attention, name).weight for name in HEAD_NORMS]
+    return [getattr(plain.wiring.attention, name).weight for name in plain.wiring.head_norms]
 
 
 def _computed(
@@ -257,7 +258,9 @@ def _attended(
     attention, dim, (cos, sin) = plain.wiring.attention, plain.dim, angles
     assert place.keys is not None
     assert place.values is not None
-    states = layer_steps.projected(normed, [getattr(attention, name) for name in PROJECTIONS[:3]])
+    states = layer_steps.projected(
+        normed, [getattr(attention, name) for name in plain.wiring.projections[:3]]
+    )
     norms = None
     if plain.head_norms is not None:
         (q_norm, k_norm), (q_weight, k_weight) = plain.head_norms, _head_weights(plain)
@@ -293,7 +296,7 @@ def _attended(
         scaling=plain.scaling,
         sinks=plain.sinks,
     )
-    attended, output = attended.view(1, -1), attention.o_proj
+    attended, output = attended.view(1, -1), attention._modules[plain.wiring.projections[-1]]
     if not plain.wiring.gated:
         (made,) = layer_steps.projected(attended, [output])
     elif layer_steps.serves_product(output, attended):

@@ -128,7 +128,7 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
             continue
         if (norm := recognise_norm(module)) is not None:
             found.norms[module] = norm
-        elif (rule := recognise_router(module)) is not None:
+        elif (rule := recognise_router(module)) is not None and not rule.rounds:
             router = _router_of(module, rule)
             if router is not None:
                 found.routers[module] = router

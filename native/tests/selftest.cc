@@ -21,7 +21,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/decode/delta_step.h"
+#include "kernels/decode/delta_mixer.h"
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/latent_step.h"
 #include "kernels/decode/layer_step.h"
@@ -355,7 +355,7 @@ struct SharedFeed {
     step.routing.weight = router.data();
     step.routing.experts = kExperts;
     step.routing.hidden = width;
-    step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, 1.0f, ElementType::kFloat32};
+    step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, false, 1.0f, ElementType::kFloat32};
     step.shared = {ElementType::kFloat32, product_of(gate), product_of(up), product_of(down)};
     step.gate = product_of(shared_gate);
   }
@@ -579,7 +579,7 @@ struct DeltaLayer {
   std::vector<float> taps = random_values(generator, kChannels* kTaps);
   std::vector<float> rates = random_values(generator, kHeads* kGroup);
   SharedFeed feed{generator, kHidden};
-  DeltaStep task{};
+  StateStep<DeltaMixer> task{};
 
   DeltaLayer() {
     DeltaTask& delta = task.mixer.task;
@@ -606,12 +606,12 @@ struct DeltaLayer {
     task.mixer.decay = 3;
     task.mixer.output = product_of(output);
     task.feed = feed.step;
-    check_delta_step(task);
+    check_state_step(task);
   }
   void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
-    std::vector<DeltaStates> states;
+    std::vector<MixerStates> states;
     for (Sequence* one : running) states.push_back({one->before.data(), one->state.data()});
-    delta_step(task, {fed.tokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
+    state_step(task, {fed.tokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
   }
 };
 
@@ -679,7 +679,7 @@ void steps_of_layers() {
   mamba.mixer.input.rows -= 1;
   expect_refused([&] { check_layer_step(attention.task); });
   expect_refused([&] { check_latent_step(latent.task); });
-  expect_refused([&] { check_delta_step(delta.task); });
+  expect_refused([&] { check_state_step(delta.task); });
   expect_refused([&] { check_mamba_mixer(mamba.mixer); });
 }
 

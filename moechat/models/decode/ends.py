@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moechat.models.decode.native_step import NativeStep
+from moechat.models.decode.wiring import rotary_and_norm
 from moechat.models.skeleton import base_of
 
 # How configurations of models that also take pictures or sound name the ids that stand for these.
@@ -30,14 +31,10 @@ class ModelEnds:
 
     def __init__(self, model: Any, steps: Sequence[NativeStep]) -> None:
         base, config = base_of(model), model.config.get_text_config()
-        self._embed, self._rotary, self._norm, self._head = (
-            base.embed_tokens,
-            base.rotary_emb,
-            base.norm,
-            model.lm_head,
-        )
+        self._rotary, self._norm = rotary_and_norm(base)
+        self._embed, self._head = base.embed_tokens, model.lm_head
         # Of each layer, what the rotary module takes beside positions.
-        types = "layer_type" in inspect.signature(type(base.rotary_emb).forward).parameters
+        types = "layer_type" in inspect.signature(type(self._rotary).forward).parameters
         self._kinds: list[tuple[Any, ...]] = [
             (config.layer_types[number],) if types else () for number in range(len(steps))
         ]

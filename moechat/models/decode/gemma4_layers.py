@@ -25,7 +25,7 @@ from moechat.models.decode.native_step import (
     native_part,
 )
 from moechat.models.decode.products import native_products
-from moechat.models.decode.wiring import ATTENTION_NAMES, HEAD_NORMS, PROJECTIONS, Wiring, uses_only
+from moechat.models.decode.wiring import ATTENTION_NAMES, Wiring, uses_only
 from moechat.models.element_types import ELEMENTS
 
 _BEFORE, _BEFORE_DENSE, _BEFORE_EXPERTS = (
@@ -75,12 +75,12 @@ def gemma4_step(layer: Any) -> NativeStep | None:
         return None
     attention, scale = wiring.attention, layer._buffers[_SCALE]
     norms = {name: native_part(layer._modules[name]) for name in _NORMS}
-    head_norms = [native_part(getattr(attention, name)) for name in HEAD_NORMS]
+    head_norms = [native_part(getattr(attention, name)) for name in wiring.head_norms]
     router, shared = native_part(wiring.router), native_part(wiring.mlp)
     weight = layer.input_layernorm.weight
     dtype, hidden_size = weight.dtype, weight.shape[0]
     shares_keys = attention.v_proj is None
-    names = [name for name in PROJECTIONS if not (shares_keys and name == "v_proj")]
+    names = [name for name in wiring.projections if not (shares_keys and name == "v_proj")]
     products = native_products(getattr(attention, name) for name in names)
     value_norm = getattr(vars(attention.v_norm).get("forward"), "__dict__", {}).get("part")
     if not all(isinstance(norm, _native.RmsNorm) for norm in (*norms.values(), *head_norms)):
@@ -163,9 +163,6 @@ def _wiring(layer: Any) -> Wiring | None:
     if set(parts) != _PARTS or "forward" in vars(layer) or layer.training or not uses_only(layer, _NAMES):
         return None
     attention, router = parts["self_attn"], parts["router"]
-    children = set(dict(attention.named_children()))
-    if children | {"v_proj"} != {*PROJECTIONS, *HEAD_NORMS, _VALUE_NORM}:
-        return None
     if attention._parameters or not uses_only(attention, _ATTENTION_NAMES):
         return None
     scale = layer._buffers.get(_SCALE)
@@ -179,4 +176,7 @@ def _wiring(layer: Any) -> Wiring | None:
     if type(attention.scaling) is not float or type(attention.layer_idx) is not int:
         return None
     before, after = parts[_BEFORE], parts[_BEFORE_DENSE]
-    return Wiring(before, attention, after, parts["mlp"], router, parts["experts"], gated=False)
+    wiring = Wiring(before, attention, after, parts["mlp"], router, parts["experts"], gated=False)
+    children = set(dict(attention.named_children()))
+    known = {*wiring.projections, *wiring.head_norms, _VALUE_NORM}
+    return wiring if children | {"v_proj"} == known else None

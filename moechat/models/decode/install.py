@@ -13,7 +13,7 @@ from torch import nn
 from moechat.geometry import Activation
 from moechat.models.decode import attention
 from moechat.models.decode.angles import angle_count, recognise_angles
-from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
+from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.gemma4_layers import gemma4_step
 from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, latent_projections, recognise_latent
@@ -22,7 +22,7 @@ from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.layers import attention_step
 from moechat.models.decode.mamba2 import native_mamba2, recognise_mamba2
-from moechat.models.decode.native_delta import delta_step, native_delta
+from moechat.models.decode.native_delta import delta_mixer, native_delta
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import (
     Norm,
@@ -33,12 +33,14 @@ from moechat.models.decode.norms import (
 )
 from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
-from moechat.models.decode.routers import Rule, native_router, recognise_router
+from moechat.models.decode.routers import Rule, given_corrections, native_router, recognise_router
 from moechat.models.decode.scaled_router import native_scaled_router, recognise_scaled_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
+from moechat.models.decode.short_conv import native_short_conv, recognise_short_convs, short_conv_mixer
+from moechat.models.decode.state_steps import StateMixer, state_step
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
-from moechat.models.decode.wiring import ATTENTION, LINEAR_ATTENTION
+from moechat.models.decode.wiring import ATTENTION, LINEAR_ATTENTION, SHORT_CONV
 
 _MISSING = object()
 
@@ -56,6 +58,7 @@ class NativeModules:
         latent: Attention modules whose latent cache is not expanded.
         deltas: Linear attention by the gated delta rule.
         mambas: Mamba-2 mixers.
+        convolutions: Gated short convolutions.
         mlps: Gated feed-forward parts.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts or feed-forward part, is one native call.
@@ -70,6 +73,7 @@ class NativeModules:
     latent: list[str] = field(default_factory=list)
     deltas: list[str] = field(default_factory=list)
     mambas: list[str] = field(default_factory=list)
+    convolutions: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
@@ -112,11 +116,12 @@ def install_native_modules(model: Any) -> NativeModules:
     rotary: dict[nn.Module, Any] = {}
     tables: dict[nn.Module, Forward] = {}
     names = {module: name for name, module in model.named_modules()}
+    given = given_corrections(model)
     for module, name in names.items():
         if (norm := recognise_norm(module)) is not None:
             norms[module] = norm
             done.norms.append(name)
-        elif (rule := recognise_router(module)) is not None:
+        elif (rule := recognise_router(module, given.get(module))) is not None:
             rules[module] = rule
             done.routers.append(name)
         elif (angles := recognise_angles(module)) is not None:
@@ -132,7 +137,7 @@ def install_native_modules(model: Any) -> NativeModules:
     # What has several parts is recognised before any of these is replaced.
     deltas = recognise_gated_deltas(model)
     mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
-    mambas = recognise_mamba2(model)
+    mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
     blocks = recognise_shared_blocks(model, mlps, rules)
     known = recognise_known_layers(model, norms, rules, rotary, deltas)
@@ -157,6 +162,10 @@ def install_native_modules(model: Any) -> NativeModules:
         if (native := native_mamba2(mamba)) is not None:
             done.replace(module, native)
             done.mambas.append(names[module])
+    for module, short in convolutions.items():
+        if (native := native_short_conv(short)) is not None:
+            done.replace(module, native)
+            done.convolutions.append(names[module])
     for module, mlp in mlps.items():
         if (native := native_mlp(mlp)) is not None:
             done.replace(module, native)
@@ -178,7 +187,11 @@ def install_native_modules(model: Any) -> NativeModules:
             if latent is not None:
                 _disable_expansion(done, module, latent)
                 done.latent.append(name)
-    _install_layers(done, model, names, known, deltas, blocks, neighbours)
+    mixers = {
+        LINEAR_ATTENTION: {module: delta_mixer(delta) for module, delta in deltas.items()},
+        SHORT_CONV: {module: short_conv_mixer(short) for module, short in convolutions.items()},
+    }
+    _install_layers(done, model, names, known, mixers, blocks, neighbours)
     return done
 
 
@@ -187,7 +200,7 @@ def _install_layers(
     model: Any,
     names: Mapping[nn.Module, str],
     known: Collection[nn.Module],
-    deltas: Mapping[nn.Module, GatedDelta],
+    mixers: Mapping[str, Mapping[nn.Module, StateMixer]],
     blocks: Mapping[nn.Module, SharedBlock],
     neighbours: Collection[nn.Module],
 ) -> None:
@@ -197,8 +210,9 @@ def _install_layers(
     tried: dict[Any, bool] = {}
     for module, name in names.items():
         step = None
-        if hasattr(module, LINEAR_ATTENTION):
-            step = delta_step(module, deltas, blocks)
+        stateful = next((name for name in mixers if name in module._modules), None)
+        if stateful is not None:
+            step = state_step(module, stateful, mixers[stateful], blocks)
         elif hasattr(module, ATTENTION) and angles:
             step = attention_step(module, angles, blocks)
             step = step or latent_step(module, angles, blocks, neighbours)

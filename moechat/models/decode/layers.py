@@ -26,7 +26,7 @@ from moechat.models.decode.native_step import (
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, recognise_wiring
+from moechat.models.decode.wiring import recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 
@@ -45,8 +45,8 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         return None
     attention, before = wiring.attention, native_part(wiring.before)
     width = rotation_width(vars(attention).get("forward"), getattr(attention, "head_dim", 0), angles)
-    products = native_products(getattr(attention, name, None) for name in PROJECTIONS)
-    norms = [getattr(attention, name, None) for name in HEAD_NORMS]
+    products = native_products(getattr(attention, name, None) for name in wiring.projections)
+    norms = [getattr(attention, name, None) for name in wiring.head_norms]
     head_norms = [native_part(norm) for norm in norms]
     weight = wiring.before.weight
     assert isinstance(weight, torch.Tensor)
@@ -61,7 +61,8 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     if any(norms) and not all(isinstance(norm, _native.RmsNorm) for norm in head_norms):
         return None
     dim = attention.head_dim
-    heads, kv_heads = attention.o_proj.in_features // dim, attention.k_proj.out_features // dim
+    output_proj = attention._modules[wiring.projections[-1]]
+    heads, kv_heads = output_proj.in_features // dim, attention.k_proj.out_features // dim
     if not kv_heads or heads % kv_heads:
         return None
     sinks = attention._parameters.get("sinks")

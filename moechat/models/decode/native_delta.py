@@ -1,25 +1,17 @@
-"""Linear attention by the gated delta rule for one token on the CPU, alone and as a layer's native step."""
+"""Linear attention by the gated delta rule for one token on the CPU, alone and in a layer's native step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
-from moechat.models.decode.native_step import (
-    NativeStep,
-    forwards_of,
-    is_native_router,
-    native_feed,
-    native_part,
-)
 from moechat.models.decode.products import native_products
-from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import LINEAR_ATTENTION, only_known_arguments, recognise_wiring
+from moechat.models.decode.state_steps import StateMixer
+from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer
 
@@ -51,67 +43,25 @@ def native_delta(delta: GatedDelta) -> Forward | None:
     return forward
 
 
-def delta_step(
-    layer: Any, deltas: Mapping[nn.Module, GatedDelta], blocks: Mapping[nn.Module, SharedBlock]
-) -> NativeStep | None:
-    """The native step of a decoder layer with such linear attention; ``None`` if its parts are not native.
+def delta_mixer(delta: GatedDelta) -> StateMixer:
+    """``delta`` as :func:`moechat.models.decode.state_steps.state_step` takes it."""
+    weight = delta.parameters()[0]
+    dtype, states_in = weight.dtype, delta.states_in
 
-    The result still has to be verified by :func:`moechat.models.decode.layer_check.agrees`.
-
-    Args:
-        layer: Any module.
-        deltas: Those of the model; :func:`native_delta` has the ``forward`` of each.
-        blocks: Those of the model that have a shared expert.
-    """
-    wiring = recognise_wiring(layer, is_native_router, LINEAR_ATTENTION)
-    if wiring is None or (delta := deltas.get(wiring.attention)) is None:
-        return None
-    mixer = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
-    before = native_part(wiring.before)
-    if mixer is None or not isinstance(before, _native.RmsNorm):
-        return None
-    try:
-        feed = native_feed(wiring, blocks.get(wiring.mlp))
-        if feed is None:
+    def places(slot: Any) -> tuple[int, int] | None:
+        states = states_in(slot)
+        if states is None or states[0].dtype is not dtype:
             return None
-        run = _native.DeltaStep(before, mixer, feed.run)
-    except ValueError:  # the shapes of the parts do not match
-        return None
-    dtype, hidden_size = delta.parameters()[0].dtype, delta.projections[0].in_features
+        return states[0].data_ptr(), states[1].data_ptr()
 
-    def first_slot(_: int, generator: torch.Generator) -> StateLayer:
-        slot = StateLayer()
-        before, state = delta.first_states(delta.parameters()[0])
-        drawn = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in (before, state)]
+    def fill(slot: StateLayer, generator: torch.Generator) -> None:
+        drawn = [
+            torch.randn(each.shape, generator=generator).to(each.dtype) for each in delta.first_states(weight)
+        ]
         slot.update_conv_state(drawn[0], conv_kernel_size=delta.taps)
         slot.update_recurrent_state(drawn[1])
-        return slot
 
-    finish, empty_like, states_in = feed.finish(run, hidden_size, dtype), torch.empty_like, delta.states_in
-
-    def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
-        places = []
-        for slot in slots:
-            states = states_in(slot)
-            if states is None or states[0].dtype is not dtype:
-                return None
-            places.append((states[0].data_ptr(), states[1].data_ptr()))
-        return finish((hidden.data_ptr(), places), empty_like(hidden))
-
-    return NativeStep(
-        wiring=wiring,
-        feed=feed,
-        run=run,
-        dtype=dtype,
-        hidden_size=hidden_size,
-        angles=0,
-        index=delta.index,
-        slots=(StateLayer,),
-        exact=feed.exact,
-        decode=decode,
-        first_slot=first_slot,
-        keeps=(mixer, *forwards_of(wiring)),
-    )
+    return StateMixer(delta.index, dtype, delta.projections[0].in_features, _native.DeltaStep, places, fill)
 
 
 def _states_for(delta: GatedDelta) -> Callable[[torch.Tensor, Any], _States | None]:

@@ -25,7 +25,7 @@ from moechat.models.decode.wiring import Wiring, only_known_arguments
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 Forward = Callable[..., Any]
-_Step = _native.LayerStep | _native.LatentStep | _native.DeltaStep
+_Step = _native.LayerStep | _native.LatentStep | _native.DeltaStep | _native.ShortConvStep
 # Types of the layers of caches with keys and values.
 SLOTS = (ReservedLayer, WindowLayer)
 # (hidden states [1, tokens, hidden], layer of each token's cache, cosines, sines) -> hidden states.
@@ -77,7 +77,7 @@ class Feed:
 
     def finish(
         self,
-        step: _native.LayerStep | _native.LatentStep | _native.DeltaStep,
+        step: _Step,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> Finish:

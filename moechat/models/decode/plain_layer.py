@@ -23,7 +23,7 @@ from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
-from moechat.models.decode.wiring import HEAD_NORMS, PROJECTIONS, Wiring, recognise_wiring
+from moechat.models.decode.wiring import Wiring, recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 _PROBES = 3
@@ -97,7 +97,7 @@ def find_plain_layer(
     dim, scaling, index = (getattr(attention, name, None) for name in ("head_dim", "scaling", "layer_idx"))
     if type(dim) is not int or type(scaling) is not float or type(index) is not int:
         return None
-    projections: list[Any] = [getattr(attention, name, None) for name in PROJECTIONS]
+    projections: list[Any] = [getattr(attention, name, None) for name in wiring.projections]
     if not all(hasattr(one, "in_features") and hasattr(one, "out_features") for one in projections):
         return None
     query, key, value, output = projections
@@ -107,10 +107,10 @@ def find_plain_layer(
     if not kv_heads or heads % kv_heads or sizes != (queries, kv_heads * dim, kv_heads * dim, heads * dim):
         return None
     head_norms = None
-    modules = [module for name in HEAD_NORMS if (module := getattr(attention, name, None)) is not None]
+    modules = [module for name in wiring.head_norms if (module := getattr(attention, name, None)) is not None]
     if modules:
         known = [norms[module] for module in modules if module in norms and module.weight.shape == (dim,)]
-        if len(known) != len(HEAD_NORMS):
+        if len(known) != len(wiring.head_norms):
             return None
         head_norms = known[0], known[1]
     return PlainLayer(
@@ -191,13 +191,13 @@ def _computed(
     """The layer's result, its keys and values, and the inputs of its feed-forward part, from its parts."""
     wiring, attention = plain.wiring, plain.wiring.attention
     normed = plain.before.apply(hidden, weight_of(wiring.before))
-    states = [getattr(attention, name)(normed) for name in PROJECTIONS[:3]]
+    states = [getattr(attention, name)(normed) for name in wiring.projections[:3]]
     gates = None
     if wiring.gated:
         states[0], gates = states[0].view(1, 1, plain.heads, 2 * plain.dim).chunk(2, -1)
     states = [rows.reshape(1, 1, -1, plain.dim).transpose(1, 2) for rows in states]
     if plain.head_norms is not None:
-        for place, (name, norm) in enumerate(zip(HEAD_NORMS, plain.head_norms, strict=True)):
+        for place, (name, norm) in enumerate(zip(wiring.head_norms, plain.head_norms, strict=True)):
             states[place] = norm.apply(states[place], weight_of(getattr(attention, name)))
     states[:2] = plain.rotate(*states[:2], *turns)
     query, keys, values = states[0], *(torch.cat(pair, dim=2) for pair in zip(kept, states[1:], strict=True))
@@ -210,7 +210,7 @@ def _computed(
     attended = attended.transpose(1, 2).reshape(1, 1, -1)
     if gates is not None:
         attended = attended * gates.reshape(1, 1, -1).sigmoid()
-    hidden = hidden + attention.o_proj(attended)
+    hidden = hidden + attention._modules[wiring.projections[-1]](attended)
     return hidden + answer, (keys, values), plain.after.apply(hidden, weight_of(wiring.after))
 
 
@@ -227,5 +227,5 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
     wiring = plain.wiring
     stand_in = StandIn(normal(1, 1, weight_of(wiring.before).shape[0]))
     part = wiring.mlp if wiring.experts is None else wiring.experts
-    with random_projections(wiring.attention, PROJECTIONS, normal), stand_in.in_place_of(part):
+    with random_projections(wiring.attention, wiring.projections, normal), stand_in.in_place_of(part):
         yield stand_in

@@ -1,13 +1,16 @@
 """Routers, recognised by the experts that they choose and their weights.
 
-A router is a module that takes hidden states and returns logits, indices and weights of the chosen experts,
-in any order. Routers that first choose groups of experts stay torch modules.
+A router is a module that takes hidden states, and possibly a correction of the scores that its block keeps,
+and returns logits, indices and weights of the chosen experts, in any order. Routers that first choose groups
+of experts stay torch modules.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.probe import FEW_TOKENS, probing, takes_hidden_states_only, tolerance
 from moechat.models.element_types import ELEMENTS
+from moechat.models.experts_interface import is_experts_module
 
 _PROBES = 48
 _SCORINGS = ("softmax", "sigmoid", "softmax-chosen")
@@ -34,6 +38,8 @@ class Rule:
         order: Positions of logits, weights and indices in the module's result.
         logits_dtype: Type of the logits.
         weights_dtype: Type of the weights.
+        rounds: Scores are rounded to the type of the logits.
+        given: What the router takes beside hidden states, if it takes anything.
     """
 
     scoring: str
@@ -44,6 +50,8 @@ class Rule:
     order: tuple[int, int, int]
     logits_dtype: torch.dtype
     weights_dtype: torch.dtype
+    rounds: bool = False
+    given: torch.Tensor | None = None
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference implementation in torch: float32 weights and indices ``[tokens, chosen]``."""
@@ -52,6 +60,8 @@ class Rule:
             scores = scores.softmax(dim=-1)
         elif self.scoring == "sigmoid":
             scores = scores.sigmoid()
+        if self.rounds:
+            scores = scores.to(logits.dtype).float()
         ranks = scores if self.correction is None else scores + self.correction
         index = ranks.topk(self.chosen, dim=-1).indices
         weights = scores.gather(1, index)
@@ -62,8 +72,38 @@ class Rule:
         return weights * self.scale, index
 
 
-def recognise_router(module: nn.Module) -> Rule | None:
-    """The rule of ``module``; ``None`` if it is not a router of the native code."""
+def given_corrections(model: nn.Module) -> dict[nn.Module, torch.Tensor]:
+    """Modules with experts beside them that also take a vector of their block, with this vector."""
+    found = {}
+    for block in model.modules():
+        children = list(block.children())
+        if not any(map(is_experts_module, children)):
+            continue
+        for module in children:
+            weight = module._parameters.get("weight")
+            if weight is None or weight.ndim != 2 or _parameter_count(module) != 2:
+                continue
+            held = [*block._buffers.values(), *block._parameters.values()]
+            vectors = [each for each in held if each is not None and each.shape == weight.shape[:1]]
+            if len(vectors) == 1 and vectors[0].dtype in ELEMENTS and vectors[0].is_cpu:
+                found[module] = vectors[0]
+    return found
+
+
+def _parameter_count(module: nn.Module) -> int:
+    try:
+        return len(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return 0
+
+
+def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Rule | None:
+    """The rule of ``module``; ``None`` if it is not a router of the native code.
+
+    Args:
+        module: Any module.
+        given: What it takes beside hidden states; see :func:`given_corrections`.
+    """
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear | nn.Embedding):
         return None
@@ -71,7 +111,7 @@ def recognise_router(module: nn.Module) -> Rule | None:
         return None
     if any(True for _ in module.children()) or not weight.is_contiguous():
         return None
-    if not takes_hidden_states_only(module):
+    if not takes_hidden_states_only(module) and given is None:
         return None
     bias = module._parameters.get("bias")
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
@@ -81,7 +121,7 @@ def recognise_router(module: nn.Module) -> Rule | None:
         spread = float((hidden @ weight.float().T).std(dim=-1).mean())
         hidden = (hidden / spread if spread > 0 else hidden).to(weight.dtype)
         try:
-            found = module(hidden.clone())
+            found = module(hidden.clone()) if given is None else module(hidden.clone(), given)
         except Exception:  # it needs other inputs than hidden states
             return None
         parts = _parts(found, len(weight))
@@ -98,12 +138,13 @@ def recognise_router(module: nn.Module) -> Rule | None:
             for tensor in [*module.buffers(), *module.parameters()]
             if tensor is not bias and tensor.numel() == len(weight)
         ]
+        vectors += [] if given is None else [given.detach().float()]
         for rule in _rules(order, logits, weights, index, vectors):
             mine, chosen = rule.apply(logits)
             scale = float((weights.float().sum() / mine.sum()).nan_to_num(1.0))
             rule = replace(rule, scale=1.0 if abs(scale - 1) < 1e-3 else scale)
             if _agrees(rule, logits, mine * rule.scale, chosen, weights.float(), index):
-                return rule
+                return replace(rule, given=given)
     return None
 
 
@@ -137,9 +178,19 @@ def _rules(
         for correction in (None, *vectors):
             if scoring == "softmax-chosen" and correction is not None:
                 continue
-            for normalise in (False, True):
+            for normalise, rounds in product((False, True), (False, True)):
+                if rounds and (scoring != "sigmoid" or logits.dtype is torch.float32):
+                    continue
                 yield Rule(
-                    scoring, index.shape[1], correction, normalise, 1.0, order, logits.dtype, weights.dtype
+                    scoring,
+                    index.shape[1],
+                    correction,
+                    normalise,
+                    1.0,
+                    order,
+                    logits.dtype,
+                    weights.dtype,
+                    rounds,
                 )
 
 
@@ -168,12 +219,12 @@ def _agrees(
     return bool((picked.float().sort(dim=-1).values == wanted.float().sort(dim=-1).values).all())
 
 
-def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any]:
+def native_router(module: nn.Module, rule: Rule) -> Callable[..., Any]:
     """A native ``forward`` for ``module`` with the rule ``rule``."""
     weight, own, bias = module.weight, module.forward, module._parameters.get("bias")
     assert isinstance(weight, torch.Tensor)
     experts, hidden_size = weight.shape
-    dtype, chosen = weight.dtype, rule.chosen
+    dtype, chosen, given = weight.dtype, rule.chosen, rule.given
     correction = None if rule.correction is None else rule.correction.contiguous()
     run = _native.Routing(
         ELEMENTS[dtype],
@@ -188,11 +239,12 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any
         rule.scale,
         ELEMENTS[rule.weights_dtype],
         ELEMENTS[rule.logits_dtype],
+        rule.rounds,
     )
     most, empty = FEW_TOKENS * hidden_size, torch.empty
     places = [rule.order.index(place) for place in range(3)]
 
-    def forward(hidden: torch.Tensor) -> Any:
+    def forward(hidden: torch.Tensor, *beside: torch.Tensor | None) -> Any:
         count = hidden.numel()
         if (
             hidden.dtype is not dtype
@@ -200,8 +252,9 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any
             or hidden.shape[-1] != hidden_size
             or not hidden.is_contiguous()
             or not hidden.is_cpu
+            or (beside != () if given is None else len(beside) != 1 or beside[0] is not given)
         ):
-            return own(hidden)
+            return own(hidden, *beside)
         tokens = count // hidden_size
         logits = empty((tokens, experts), dtype=rule.logits_dtype)
         weights = empty((tokens, chosen), dtype=rule.weights_dtype)
@@ -210,8 +263,8 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any
         made = (logits, weights, index)
         return made[places[0]], made[places[1]], made[places[2]]
 
-    forward.__dict__["kept"] = (weight, bias, correction)  # keeps the memory alive that ``run`` reads
+    forward.__dict__["kept"] = (weight, bias, correction, given)  # keeps the memory alive that ``run`` reads
     forward.__dict__["run"] = run
     forward.__dict__["chosen"] = chosen
-    forward.__dict__["rule"] = replace(rule, correction=None)
+    forward.__dict__["rule"] = replace(rule, correction=None, given=None)
     return forward

@@ -100,5 +100,5 @@ def chooses(router: nn.Module | None, rule: Rule, x: torch.Tensor, choice: Seque
     """
     if router is None or len(choice) != 2:
         return False
-    made = router(x)
+    made = router(x) if rule.given is None else router(x, rule.given)
     return all(map(torch.equal, choice, (made[rule.order[2]], made[rule.order[1]])))

@@ -17,17 +17,29 @@ from torch import nn
 from moechat.models.decode.probe import hooks_of
 from moechat.models.experts_interface import is_experts_module
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-HEAD_NORMS = ("q_norm", "k_norm")
-# What mixes the tokens of a layer, by attention or by linear attention.
-ATTENTION, LINEAR_ATTENTION = "self_attn", "linear_attn"
-_BESIDE = frozenset({"input_layernorm", "post_attention_layernorm", "mlp"})
-# Names in the code of layers that have one of both mixers, or whose ``mlp`` may return a tuple.
-_CHOOSES = frozenset({ATTENTION, LINEAR_ATTENTION, "layer_type", "block_type", "isinstance", "tuple"})
+_INPUTS = ("q_proj", "k_proj", "v_proj")
+# Names of the last projection, and of the norms of queries and keys.
+_OUTPUTS = ("o_proj", "out_proj")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+# What mixes the tokens of a layer: attention, linear attention or a short convolution.
+ATTENTION, LINEAR_ATTENTION, SHORT_CONV = "self_attn", "linear_attn", "conv"
+# Names of a layer's norms and its feed-forward part.
+_BESIDE = (
+    ("input_layernorm", "post_attention_layernorm", "mlp"),
+    ("operator_norm", "ffn_norm", "feed_forward"),
+)
+# Names in the code of layers that have one of several mixers, or whose ``mlp`` may return a tuple.
+_CHOOSES = frozenset(
+    {
+        *(ATTENTION, LINEAR_ATTENTION, SHORT_CONV, "is_attention_layer"),
+        *("layer_type", "block_type", "isinstance", "tuple"),
+    }
+)
 ATTENTION_NAMES = frozenset(
     {
         # modules and sizes
-        *(*PROJECTIONS, *HEAD_NORMS, "head_dim", "layer_idx", "config"),
+        *(*_INPUTS, *_OUTPUTS, *(name for pair in _HEAD_NORMS for name in pair)),
+        *("head_dim", "layer_idx", "config"),
         # arguments of the attention function, and numbers of a module that the trial covers
         *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr", "use_qk_norm"),
         *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
@@ -53,16 +65,25 @@ _LATENT_NAMES = frozenset(
 _GATES = frozenset({"torch", "chunk", "sigmoid"})
 # Options without effect if not set, and the names that their code uses.
 _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
-_EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
+_EXPERTS_NAMES = frozenset(
+    {
+        *("gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"),
+        # What a router gets from its block; see :func:`moechat.models.decode.routers.given_corrections`.
+        *("expert_bias", "use_expert_bias", "e_score_correction_bias"),
+    }
+)
 _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
 # Modules of the wrappers around the forward of every decoder layer, which only training uses.
 _WRAPPERS = frozenset({"transformers.modeling_layers"})
 # Modules of transformers' wrappers around the forward of models.
 MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
+# Names of what makes a model's rotary angles, and of its last norm.
+_BASE_PARTS = (("rotary_emb", "norm"), ("pos_emb", "embedding_norm"))
 # Names in the forward of a model below its head.
 _BASE_NAMES = frozenset(
     {
-        *("embed_tokens", "layers", "norm", "rotary_emb", "config", "num_hidden_layers", "layer_types"),
+        *(name for names in _BASE_PARTS for name in names),
+        *("embed_tokens", "layers", "config", "num_hidden_layers", "layer_types"),
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
         "create_recurrent_attention_mask",
@@ -123,9 +144,20 @@ class Wiring:
             modules += [self.mlp, self.router, self.experts]
         return hooks_of(modules)
 
+    @property
+    def projections(self) -> tuple[str, str, str, str]:
+        """Names of the attention's projections: to queries, keys and values, and the last one."""
+        return (*_INPUTS, next((name for name in _OUTPUTS if hasattr(self.attention, name)), _OUTPUTS[0]))
+
+    @property
+    def head_norms(self) -> tuple[str, str]:
+        """Names of the norms of queries and keys, which the attention may have."""
+        held = (names for names in _HEAD_NORMS if any(hasattr(self.attention, name) for name in names))
+        return next(held, _HEAD_NORMS[0])
+
     def plain_attention(self) -> bool:
         """Whether the attention has no parts but projections, norms of heads and sinks."""
-        children, known = set(dict(self.attention.named_children())), {*PROJECTIONS, *HEAD_NORMS}
+        children, known = set(dict(self.attention.named_children())), {*self.projections, *self.head_norms}
         return children <= known and not set(self.attention._parameters) - {"sinks"}
 
 
@@ -137,13 +169,15 @@ def recognise_wiring(
     Args:
         layer: Any module.
         is_router: Whether a module is a router that is known.
-        mixer: :data:`ATTENTION`, or :data:`LINEAR_ATTENTION`, whose own code is not looked at.
+        mixer: :data:`ATTENTION`, or another one, whose own code is not looked at.
     """
-    if set(dict(layer.named_children())) != {*_BESIDE, mixer} or "forward" in vars(layer) or layer.training:
+    parts = dict(layer.named_children())
+    beside = next((names for names in _BESIDE if parts.keys() == {*names, mixer}), None)
+    if beside is None or "forward" in vars(layer) or layer.training:
         return None
-    attention, mlp = layer._modules[mixer], layer.mlp
-    if not uses_only(layer, _BESIDE | _CHOOSES):
+    if not uses_only(layer, _CHOOSES.union(beside)):
         return None
+    attention, (before, after, mlp) = parts[mixer], (parts[name] for name in beside)
     names, gated = ATTENTION_NAMES, False
     for option, more in _OPTIONAL.items():
         if getattr(getattr(attention, "config", None), option, None) is None:
@@ -164,15 +198,21 @@ def recognise_wiring(
     )
     if not plain:
         router = experts = None
-    before, after = layer.input_layernorm, layer.post_attention_layernorm
     return Wiring(before, attention, after, mlp, router, experts, gated)
 
 
 def only_calls_layers(base: Any) -> bool:
     """Whether a model below its head only embeds, calls its layers one after the other, and its norm."""
-    if set(dict(base.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    parts = set(dict(base.named_children()))
+    if not any(parts == {"embed_tokens", "layers", *names} for names in _BASE_PARTS):
         return False
     return "forward" not in vars(base) and uses_only(base, _BASE_NAMES, wrappers=MODEL_WRAPPERS)
+
+
+def rotary_and_norm(base: Any) -> tuple[Any, Any]:
+    """The module of a model that makes rotary angles, and the norm behind its last layer."""
+    rotary, norm = next(names for names in _BASE_PARTS if names[0] in base._modules)
+    return base._modules[rotary], base._modules[norm]
 
 
 def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[str] = _WRAPPERS) -> bool:

@@ -196,7 +196,7 @@ void bind_decode(py::module_& m) {
       .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,
                        std::int64_t hidden, const std::string& scoring, std::int64_t chosen,
                        Address correction, bool normalise, float scale, const std::string& weight_type,
-                       const std::string& logits_type) {
+                       const std::string& logits_type, bool rounds_scores) {
              require_positive("experts", experts);
              require_positive("hidden", hidden);
              if (chosen < 1 || chosen > experts) {
@@ -214,13 +214,13 @@ void bind_decode(py::module_& m) {
                refuse("logits of type " + logits_type + " cannot be made of " + type);
              }
              routing.rule =
-                 RouterRule{router_scoring(scoring),  chosen, at<const float>(correction), normalise, scale,
-                            element_type(weight_type)};
+                 RouterRule{router_scoring(scoring), chosen, at<const float>(correction), normalise,
+                            rounds_scores,           scale,  element_type(weight_type)};
              return routing;
            }),
            py::arg("type"), py::arg("weight"), py::arg("bias"), py::arg("experts"), py::arg("hidden"),
            py::arg("scoring"), py::arg("chosen"), py::arg("correction"), py::arg("normalise"),
-           py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"))
+           py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"), py::arg("rounds_scores") = false)
       .def("scaled", &RouterStep::scaled, py::arg("norm"), py::arg("inputs"), py::arg("input"),
            py::arg("experts"))
       .def("__call__", &RouterStep::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),

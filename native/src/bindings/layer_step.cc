@@ -20,10 +20,11 @@
 #include "bindings/decode_parts.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
-#include "kernels/decode/delta_step.h"
+#include "kernels/decode/delta_mixer.h"
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/latent_step.h"
 #include "kernels/decode/mamba_mixer.h"
+#include "kernels/decode/short_conv.h"
 
 namespace moechat {
 namespace {
@@ -286,16 +287,20 @@ LatentLayer make_latent(const Norm& before, std::optional<std::pair<Product, Nor
   return step;
 }
 
-// Parts of a layer, and the products that they use.
-struct Mixer {
-  DeltaMixer task;
+// A mixer with states, and the products that it uses.
+template <class Task>
+struct StateMixer {
+  Task task;
   std::vector<Product> kept;
 
   void run(Address hidden, Address before, Address state, Address out) const {
     const ReleaseGil released;
-    delta_mixer(task, at(hidden), at(before), at<float>(state), at(out));
+    mixer_alone(task, at(hidden), {at(before), at<float>(state)}, at(out));
   }
 };
+
+using Mixer = StateMixer<DeltaMixer>;
+using Conv = StateMixer<ShortConvMixer>;
 
 Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int, 4> sources,
                  Product output) {
@@ -307,10 +312,25 @@ Mixer make_mixer(const Delta& delta, std::vector<Product> inputs, std::array<int
   mixer.task.beta = sources[2];
   mixer.task.decay = sources[3];
   mixer.task.output = output.task;
-  check_delta_mixer(mixer.task);
+  check_mixer(mixer.task);
   mixer.kept = std::move(inputs);
   mixer.kept.push_back(std::move(output));
   return mixer;
+}
+
+Conv make_conv(const std::string& type, std::int64_t channels, std::int64_t taps, Address weights,
+               Address biases, Product input, Product output) {
+  require_positive("channels", channels);
+  require_positive("taps", taps);
+  if (taps > kMostTaps)
+    refuse("taps is " + std::to_string(taps) + ", more than " + std::to_string(kMostTaps));
+  Conv conv{};
+  conv.task = {{element_type(type), channels, taps, at(weights), at(biases), nullptr, nullptr, nullptr},
+               input.task,
+               output.task};
+  check_mixer(conv.task);
+  conv.kept = {std::move(input), std::move(output)};
+  return conv;
 }
 
 struct Mamba {
@@ -360,22 +380,23 @@ Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_
   return mamba;
 }
 
-// Addresses of the states of a token: DeltaStates.
+// Addresses of the states of a token: MixerStates.
 using States = std::pair<Address, Address>;
 
-// A layer with linear attention, and the products that it uses.
+// A layer whose mixer has states, and the products that it uses.
+template <class Task>
 struct MixedStep {
-  DeltaStep task;
+  StateStep<Task> task;
   std::vector<Product> kept;
   Clocks clocks;
 
   void call(Address hidden, const std::vector<States>& given, Address residual, const FeedRows& rows) const {
-    std::vector<DeltaStates> states;
+    std::vector<MixerStates> states;
     states.reserve(given.size());
     for (const auto& [before, state] : given) states.push_back({at(before), at<float>(state)});
     const auto running = clocks.times;  // as above
     const ReleaseGil released;
-    delta_step(task,
+    state_step(task,
                {static_cast<std::int64_t>(states.size()), at(hidden), states.data(), at(residual), rows});
   }
   void route(Address hidden, const std::vector<States>& states, Address residual, Address x, Address index,
@@ -390,13 +411,28 @@ struct MixedStep {
   void measure(bool on) { task.times = clocks.measure(on); }
 };
 
-MixedStep make_mixed_step(const Norm& before, const Mixer& mixer, const Feed& feed) {
-  MixedStep step{};
+template <class Task>
+MixedStep<Task> make_mixed_step(const Norm& before, const StateMixer<Task>& mixer, const Feed& feed) {
+  MixedStep<Task> step{};
   step.task = {before.task, mixer.task, feed.task, nullptr};
-  check_delta_step(step.task);
+  check_state_step(step.task);
   step.kept = mixer.kept;
   step.kept.insert(step.kept.end(), feed.kept.begin(), feed.kept.end());
   return step;
+}
+
+// Such a step in Python.
+template <class Task>
+void define_mixed(py::module_& m, const char* name) {
+  using Made = MixedStep<Task>;
+  py::class_<Made>(m, name)
+      .def(py::init(&make_mixed_step<Task>), py::arg("before"), py::arg("mixer"), py::arg("feed"))
+      .def("route", &Made::route, py::arg("hidden"), py::arg("states"), py::arg("residual"), py::arg("x"),
+           py::arg("index"), py::arg("weights"), py::arg("shared"))
+      .def("normalise", &Made::normalise, py::arg("hidden"), py::arg("states"), py::arg("residual"),
+           py::arg("normed"))
+      .def("measure", &Made::measure, py::arg("on"))
+      .def("seconds", [](const Made& step) { return step.clocks.seconds(); });
 }
 
 }  // namespace
@@ -420,14 +456,12 @@ void bind_layer_step(py::module_& m) {
   py::class_<Mixer>(m, "DeltaMixer")
       .def(py::init(&make_mixer), py::arg("delta"), py::arg("inputs"), py::arg("sources"), py::arg("output"))
       .def("__call__", &Mixer::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
-  py::class_<MixedStep>(m, "DeltaStep")
-      .def(py::init(&make_mixed_step), py::arg("before"), py::arg("mixer"), py::arg("feed"))
-      .def("route", &MixedStep::route, py::arg("hidden"), py::arg("states"), py::arg("residual"),
-           py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
-      .def("normalise", &MixedStep::normalise, py::arg("hidden"), py::arg("states"), py::arg("residual"),
-           py::arg("normed"))
-      .def("measure", &MixedStep::measure, py::arg("on"))
-      .def("seconds", [](const MixedStep& step) { return step.clocks.seconds(); });
+  define_mixed<DeltaMixer>(m, "DeltaStep");
+  py::class_<Conv>(m, "ShortConvMixer")
+      .def(py::init(&make_conv), py::arg("type"), py::arg("channels"), py::arg("taps"), py::arg("weights"),
+           py::arg("biases"), py::arg("input"), py::arg("output"))
+      .def("__call__", &Conv::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
+  define_mixed<ShortConvMixer>(m, "ShortConvStep");
   py::class_<Mamba>(m, "MambaMixer")
       .def(py::init(&make_mamba), py::arg("type"), py::arg("heads"), py::arg("head_dim"), py::arg("groups"),
            py::arg("state_size"), py::arg("taps"), py::arg("norm_group"), py::arg("eps"), py::arg("weights"),

@@ -240,6 +240,12 @@ void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, v
       kernel.decode->exponentials(score, task.experts, 0.0f);
       for (std::int64_t e = 0; e < task.experts; ++e) score[e] = 1.0f / (1.0f + score[e]);
     }
+    if (rule.rounds_scores && task.logits_type != ElementType::kFloat32) {
+      static thread_local std::vector<std::uint16_t> rounded;
+      rounded.resize(static_cast<std::size_t>(task.experts));
+      kernel.decode->narrow(task.logits_type, score, task.experts, rounded.data());
+      kernel.decode->widen(task.logits_type, rounded.data(), task.experts, score);
+    }
     for (std::int64_t e = 0; e < task.experts; ++e) {
       const float corrected = rule.correction == nullptr ? score[e] : score[e] + rule.correction[e];
       // NaN ranks first, as in torch, so that it reaches the result.

@@ -33,6 +33,7 @@ struct RouterRule {
   std::int64_t chosen;      // top-k: experts per token
   const float* correction;  // [experts], added for the selection only; or null
   bool normalise;           // scales the weights of the chosen experts to the sum 1
+  bool rounds_scores;       // rounds the scores to the type of the logits
   float scale;              // multiplies the weights
   ElementType weight_type;
 };

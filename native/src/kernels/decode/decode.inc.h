@@ -194,4 +194,4 @@ void add_elements(ElementType type, const float* x, std::int64_t count, void* ou
 const DecodeKernels kDecode = {rms_norm,      rotate,         attend_queries, attend_unit, attend_sum,
                                attend_prompt, pack_rows,      unpack_rows,    route,       exponentials,
                                widen,         narrow,         add_elements,   delta,       latent_queries,
-                               latent_values, mamba_convolve, mamba_heads,    mamba_norm};
+                               latent_values, mamba_convolve, mamba_heads,    mamba_norm,  short_convolve};

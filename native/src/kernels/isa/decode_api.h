@@ -169,6 +169,19 @@ struct DeltaTask {
   void* out;     // [k_heads * group * v_dim]
 };
 
+// A token of a gated short convolution between its projections (LFM2): out = C * convolution(B * x), where
+// each product and the convolution are rounded to the element type.
+struct ShortConvTask {
+  ElementType type;
+  std::int64_t channels;
+  std::int64_t taps;    // at most kMostTaps
+  const void* weights;  // [channels, taps]
+  const void* biases;   // [channels] or null
+  const void* row;      // B, C and x, [channels] each
+  void* before;         // [channels, taps]: the last products of each channel
+  void* out;            // [channels]
+};
+
 static constexpr float kDeltaUnitEps = 1e-6f;  // added to the sum of squares of a query or a key
 
 static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
@@ -252,6 +265,8 @@ struct DecodeKernels {
   void (*mamba_convolve)(const MambaTask& task, std::int64_t begin, std::int64_t end);
   void (*mamba_heads)(const MambaTask& task, std::int64_t begin, std::int64_t end);
   void (*mamba_norm)(const MambaTask& task, std::int64_t begin, std::int64_t end);
+  // Channels [begin, end), a multiple of 16 but for the last.
+  void (*short_convolve)(const ShortConvTask& task, std::int64_t begin, std::int64_t end);
 };
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {

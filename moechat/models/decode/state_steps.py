@@ -1,0 +1,106 @@
+"""Native steps of decoder layers whose mixer has states: linear attention, or a short convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.models.decode.native_step import (
+    NativeStep,
+    forwards_of,
+    is_native_router,
+    native_feed,
+    native_part,
+)
+from moechat.models.decode.shared_expert import SharedBlock
+from moechat.models.decode.wiring import recognise_wiring
+from moechat.models.state_layer import StateLayer
+
+
+@dataclass(frozen=True)
+class StateMixer:
+    """A mixer with states.
+
+    Attributes:
+        index: Of its layer in the attention cache.
+        dtype: Of hidden states.
+        hidden_size: Hidden size.
+        step: Class of the native step of its layers.
+        places: Addresses of a token's states in the layer of a cache; ``None``: it has none that native code
+            overwrites.
+        fill: Gives the layer of a cache random states.
+    """
+
+    index: int
+    dtype: torch.dtype
+    hidden_size: int
+    step: type[_native.DeltaStep] | type[_native.ShortConvStep]
+    places: Callable[[Any], tuple[int, int] | None]
+    fill: Callable[[StateLayer, torch.Generator], None]
+
+
+def state_step(
+    layer: Any, name: str, mixers: Mapping[nn.Module, StateMixer], blocks: Mapping[nn.Module, SharedBlock]
+) -> NativeStep | None:
+    """The native step of a decoder layer with such a mixer; ``None`` if its parts are not native.
+
+    The result still has to be verified by :func:`moechat.models.decode.layer_check.agrees`.
+
+    Args:
+        layer: Any module.
+        name: Of its mixer.
+        mixers: Those of the model. The ``forward`` of each has its native part as attribute ``mixer``, if it
+            is native with its projections.
+        blocks: Those of the model that have a shared expert.
+    """
+    wiring = recognise_wiring(layer, is_native_router, name)
+    if wiring is None or (mixer := mixers.get(wiring.attention)) is None:
+        return None
+    part = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
+    before = native_part(wiring.before)
+    if part is None or not isinstance(before, _native.RmsNorm):
+        return None
+    try:
+        feed = native_feed(wiring, blocks.get(wiring.mlp))
+        if feed is None:
+            return None
+        run = mixer.step(before, part, feed.run)
+    except ValueError:  # the shapes of the parts do not match
+        return None
+
+    def first_slot(_: int, generator: torch.Generator) -> StateLayer:
+        slot = StateLayer()
+        mixer.fill(slot, generator)
+        return slot
+
+    finish, empty_like, places_in = (
+        feed.finish(run, mixer.hidden_size, mixer.dtype),
+        torch.empty_like,
+        mixer.places,
+    )
+
+    def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
+        places = [places_in(slot) for slot in slots]
+        if None in places:
+            return None
+        return finish((hidden.data_ptr(), places), empty_like(hidden))
+
+    return NativeStep(
+        wiring=wiring,
+        feed=feed,
+        run=run,
+        dtype=mixer.dtype,
+        hidden_size=mixer.hidden_size,
+        angles=0,
+        index=mixer.index,
+        slots=(StateLayer,),
+        exact=feed.exact,
+        decode=decode,
+        first_slot=first_slot,
+        keeps=(part, *forwards_of(wiring)),
+    )

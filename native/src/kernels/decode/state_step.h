@@ -1,0 +1,78 @@
+// A decoder layer whose mixer keeps states of its own for each conversation, up to its experts, for one
+// decoded token of each of several. It rounds between products as separate calls would; the results of a
+// token do not depend on the others.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/decode/feed_step.h"
+#include "kernels/decode/step_memory.h"
+#include "kernels/decode/step_product.h"
+#include "kernels/decode/step_times.h"
+#include "kernels/isa/dispatch.h"
+
+namespace moechat {
+
+// States of the conversation that a token belongs to: the last elements of a convolution, and what else the
+// mixer keeps, or null.
+struct MixerStates {
+  void* before;
+  float* state;
+};
+
+// Mixer has `task.type` and `output`, and for it there are check_mixer(), and mixer_sums(): its result as
+// float32 sums [tokens, output.rows], behind a norm unless that is null. They stay until the next step of
+// this thread.
+template <class Mixer>
+struct StateStep {
+  NormTask before;  // its x and out are unused
+  Mixer mixer;
+  FeedStep feed;
+  StepTimes* times;  // or null: not measured
+};
+
+struct StateStepCall {
+  std::int64_t tokens;        // 1 to kMostStepTokens
+  const void* hidden;         // [tokens, hidden]
+  const MixerStates* states;  // [tokens]; no two of them overlap
+  void* residual;             // [tokens, hidden], output: hidden plus the mixer's; must not overlap hidden
+  FeedRows rows;              // outputs; its residual is unused
+};
+
+// Throws std::invalid_argument if the sizes of the parts do not match.
+template <class Mixer>
+void check_state_step(const StateStep<Mixer>& step) {
+  check_mixer(step.mixer);
+  for (const NormTask& norm : {step.before, step.feed.after}) {
+    require_fit(norm.type == step.mixer.task.type, "types of the norms");
+    require_fit(norm.cols == step.mixer.output.rows, "norms and hidden size");
+  }
+  check_feed_step(step.feed);
+}
+
+// Throws std::invalid_argument for a wrong number of tokens.
+template <class Mixer>
+void state_step(const StateStep<Mixer>& step, const StateStepCall& call) {
+  require_step_tokens(call.tokens);
+  StepClock clock(step.times);
+  const ElementType type = step.mixer.task.type;
+  const std::int64_t elements = call.tokens * step.mixer.output.rows;
+  const float* sums = mixer_sums(step.mixer, &step.before, call.hidden, call.tokens, call.states, clock);
+  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(elements * element_bytes(type)));
+  kernels().decode->add(type, sums, elements, call.residual);
+  clock.add(&StepTimes::projections);
+  FeedRows rows = call.rows;
+  rows.residual = call.residual;
+  feed_step(step.feed, call.tokens, rows, clock);
+}
+
+// The result of a mixer alone for one token, of its type.
+template <class Mixer>
+void mixer_alone(const Mixer& mixer, const void* hidden, const MixerStates& states, void* out) {
+  StepClock clock(nullptr);
+  const float* sums = mixer_sums(mixer, nullptr, hidden, 1, &states, clock);
+  kernels().decode->narrow(mixer.task.type, sums, mixer.output.rows, out);
+}
+
+}  // namespace moechat
