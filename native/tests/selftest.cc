@@ -26,6 +26,7 @@
 #include "kernels/decode/latent_step.h"
 #include "kernels/decode/layer_step.h"
 #include "kernels/decode/mamba_mixer.h"
+#include "kernels/decode/short_conv.h"
 #include "kernels/dense/linear.h"
 #include "kernels/dense/rows16.h"
 #include "kernels/experts/forward.h"
@@ -509,6 +510,27 @@ struct AttentionLayer {
   }
 };
 
+// Layers with norms around all parts, whose values are their keys.
+struct SurroundedLayer : AttentionLayer {
+  Packed plain_query{generator, kKvHeads * kGroup * kDim, kHidden, 4};
+  std::vector<float> factors = random_values(generator, SharedFeed::kExperts);
+
+  SurroundedLayer() {
+    feed.step.gates = false;
+    feed.step.shared.activation = Activation::kGeluTanh;
+    feed.step.scales = RouterScales{norm_of(norm), norm.data(), 0.3f, factors.data()};
+    feed.step.norms = FeedNorms{norm_of(norm), norm_of(norm), norm_of(norm), norm_of(norm), factors.data()};
+    task.query = product_of(plain_query);
+    task.value = {};
+    task.gated = false;
+    task.shares_keys = true;
+    task.value_norm = norm_of(head_norm);
+    task.output_norm = norm_of(norm);
+    task.feed = feed.step;
+    check_layer_step(task);
+  }
+};
+
 // Layers with latent attention whose queries are projected twice.
 struct LatentLayer {
   static constexpr std::int64_t kHidden = 70, kHeads = 3, kPlain = 19, kRotated = 6, kRank = 41, kValue = 13;
@@ -615,6 +637,42 @@ struct DeltaLayer {
   }
 };
 
+// Layers with a gated short convolution.
+struct ConvLayer {
+  static constexpr std::int64_t kHidden = 70, kChannels = 37, kTaps = 3, kCapacity = 6;
+  struct Sequence {
+    unsigned seed;
+    std::int64_t held = 0;
+    std::vector<float> before;
+    explicit Sequence(unsigned own) : seed(own), before(kChannels * kTaps) {}
+  };
+  std::mt19937 generator{17};
+  Packed input{generator, 3 * kChannels, kHidden, 8}, output{generator, kHidden, kChannels, 8};
+  std::vector<float> norm = random_values(generator, kHidden);
+  std::vector<float> taps = random_values(generator, kChannels* kTaps);
+  std::vector<float> biases = random_values(generator, kChannels);
+  SharedFeed feed{generator, kHidden};
+  StateStep<ShortConvMixer> task{};
+
+  ConvLayer() {
+    task.before = norm_of(norm);
+    task.mixer.task.type = ElementType::kFloat32;
+    task.mixer.task.channels = kChannels;
+    task.mixer.task.taps = kTaps;
+    task.mixer.task.weights = taps.data();
+    task.mixer.task.biases = biases.data();
+    task.mixer.input = product_of(input);
+    task.mixer.output = product_of(output);
+    task.feed = feed.step;
+    check_state_step(task);
+  }
+  void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
+    std::vector<MixerStates> states;
+    for (Sequence* one : running) states.push_back({one->before.data(), nullptr});
+    state_step(task, {fed.tokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
+  }
+};
+
 // Layers with a Mamba-2 mixer, whose tokens are computed one after the other, before the same router.
 struct MambaLayer {
   static constexpr std::int64_t kHidden = 70, kHeads = 4, kDim = 6, kGroups = 2, kState = 21, kTaps = 4;
@@ -666,18 +724,26 @@ struct MambaLayer {
 
 void steps_of_layers() {
   AttentionLayer attention;
+  SurroundedLayer surrounded;
+  ConvLayer conv;
   LatentLayer latent;
   DeltaLayer delta;
   MambaLayer mamba;
   sequences_of(attention);
+  sequences_of(surrounded);
+  sequences_of(conv);
   sequences_of(latent);
   sequences_of(delta);
   sequences_of(mamba);
   attention.task.query.rows -= 1;
+  surrounded.task.feed.norms->result.cols -= 1;
+  conv.task.mixer.input.rows -= 1;
   latent.task.latent_norm.cols -= 1;
   delta.task.mixer.output.cols -= 1;
   mamba.mixer.input.rows -= 1;
   expect_refused([&] { check_layer_step(attention.task); });
+  expect_refused([&] { check_layer_step(surrounded.task); });
+  expect_refused([&] { check_state_step(conv.task); });
   expect_refused([&] { check_latent_step(latent.task); });
   expect_refused([&] { check_state_step(delta.task); });
   expect_refused([&] { check_mamba_mixer(mamba.mixer); });

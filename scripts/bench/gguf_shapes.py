@@ -2,7 +2,8 @@
 
 Pure arithmetic over a transformers configuration; no package is needed. ``gguf_files.py`` writes such a file,
 ``bench/cpu`` measures it. Names and metadata are those that llama.cpp's loaders of the architectures
-``llama`` (Mixtral), ``olmoe``, ``qwen3moe``, ``qwen35moe`` and ``deepseek2`` (GLM-4.7-Flash) ask for.
+``llama`` (Mixtral), ``olmoe``, ``qwen3moe``, ``qwen35moe``, ``deepseek2`` (GLM-4.7-Flash), ``lfm2moe`` and
+``gemma4`` ask for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_5_moe_text": "qwen35moe",
     "glm4_moe_lite": "deepseek2",
+    "lfm2_moe": "lfm2moe",
+    "gemma4_text": "gemma4",
 }
+# Families whose tensors and values stand in functions of their own.
+_OWN = ("lfm2_moe", "gemma4_text")
 _EXPERTS = {"mixtral": "num_local_experts", "glm4_moe_lite": "n_routed_experts"}
 
 
@@ -179,7 +184,8 @@ def plan_gguf(
     is the mix that most people use, with more bits for the matrices that need them.
 
     Args:
-        config: A transformers configuration of Mixtral, OLMoE, Qwen3-MoE, Qwen3.5-MoE or GLM-4.7-Flash.
+        config: A transformers configuration of Mixtral, OLMoE, Qwen3-MoE, Qwen3.5-MoE, GLM-4.7-Flash,
+            LFM2-MoE or Gemma 4.
         kind: One of :data:`FORMATS`.
         neurons: Of an expert instead of the configuration's.
         context: Tokens that the file says the model was made for.
@@ -191,6 +197,8 @@ def plan_gguf(
     if family not in _ARCHITECTURES:
         raise ValueError(f"there is no GGUF form for {family}; known: {', '.join(sorted(_ARCHITECTURES))}")
     architecture = _ARCHITECTURES[family]
+    if family in _OWN:
+        return _own_plan(config, family, kind, neurons, context)
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
@@ -265,17 +273,156 @@ def plan_gguf(
         own |= _qwen35_values(config)
     if latent:
         own |= _latent_values(config)
+    return _plan(architecture, tensors, own)
+
+
+def _plan(architecture: str, tensors: list[Tensor], own: Mapping[str, int | float | list[int]]) -> GgufPlan:
     # Tokens are given as numbers, so there is no vocabulary of texts.
     metadata: dict[str, int | float | str | list[int]] = {"tokenizer.ggml.model": "no_vocab"}
     metadata |= {f"{architecture}.{key}": value for key, value in own.items()}
     return GgufPlan(architecture, metadata, tuple(tensors))
 
 
-def _latent_attention(config: Mapping[str, Any], block: str, kind: str) -> list[Tensor]:
-    """Latent attention of a layer of GLM-4.7-Flash, and the norm behind it.
+def _own_plan(
+    config: Mapping[str, Any], family: str, kind: str, neurons: int | None, context: int
+) -> GgufPlan:
+    """The file of a model whose head is its embedding."""
+    if kind == "q4_k_m":
+        raise ValueError(f"the mix q4_k_m of {family} is not known here")
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    inner = neurons or config["moe_intermediate_size"]
+    layer_of, values_of, norm, epsilon = {
+        "lfm2_moe": (_lfm2_layer, _lfm2_values, "token_embd_norm", "norm_eps"),
+        "gemma4_text": (_gemma4_layer, _gemma4_values, "output_norm", "rms_norm_eps"),
+    }[family]
+    tensors = [
+        # Read as a whole, since it is the head.
+        Tensor("token_embd.weight", (vocabulary, hidden), kind),
+        Tensor(f"{norm}.weight", (hidden,), "f32"),
+    ]
+    for layer in range(config["num_hidden_layers"]):
+        tensors += layer_of(config, layer, inner, kind)
+    own: dict[str, int | float | list[int]] = {
+        "context_length": context,
+        "embedding_length": hidden,
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.layer_norm_rms_epsilon": float(config[epsilon]),
+        "expert_count": config["num_experts"],
+        "expert_feed_forward_length": inner,
+        "vocab_size": vocabulary,
+        **values_of(config),
+    }
+    return _plan(_ARCHITECTURES[family], tensors, own)
 
-    Rows of its keys' matrix are no whole number of blocks of Q4_K; llama.cpp's own quantiser takes Q5_0 then.
-    """
+
+def _experts(block: str, config: Mapping[str, Any], inner: int, used: int, kind: str) -> list[Tensor]:
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    return [
+        Tensor(block + "ffn_gate_inp.weight", (experts, hidden), "f32"),
+        Tensor(block + "ffn_gate_exps.weight", (experts, inner, hidden), kind, experts, used),
+        Tensor(block + "ffn_up_exps.weight", (experts, inner, hidden), kind, experts, used),
+        Tensor(
+            block + "ffn_down_exps.weight", (experts, hidden, inner), _fitting(kind, inner), experts, used
+        ),
+    ]
+
+
+def _lfm2_layer(config: Mapping[str, Any], layer: int, inner: int, kind: str) -> list[Tensor]:
+    """A layer with attention or a gated short convolution."""
+    hidden, block = config["hidden_size"], f"blk.{layer}."
+    head = hidden // config["num_attention_heads"]
+    keys = config["num_key_value_heads"] * head
+    plain = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    if config["layer_types"][layer] == "full_attention":
+        matrices = {"attn_q": (hidden, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        matrices["attn_output"] = hidden, hidden
+        plain |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+    else:
+        matrices = {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
+    tensors = [
+        *(Tensor(f"{block}{name}.weight", shape, kind) for name, shape in matrices.items()),
+        *(Tensor(f"{block}{name}.weight", shape, "f32") for name, shape in plain.items()),
+    ]
+    if "shortconv.in_proj" in matrices:
+        tensors.append(Tensor(block + "shortconv.conv.weight", (hidden, config["conv_L_cache"]), "f32"))
+    if layer < config["num_dense_layers"]:
+        return tensors + _feed_forward(block, "", config["intermediate_size"], hidden, kind)
+    tensors += _experts(block, config, inner, config["num_experts_per_tok"], kind)
+    return [*tensors, Tensor(block + "exp_probs_b.bias", (config["num_experts"],), "f32")]
+
+
+def _lfm2_values(config: Mapping[str, Any]) -> dict[str, int | float | list[int]]:
+    keys = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [
+            keys if each == "full_attention" else 0 for each in config["layer_types"]
+        ],
+        "rope.freq_base": float(config["rope_theta"]),
+        "shortconv.l_cache": config["conv_L_cache"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config["num_dense_layers"],
+    }
+
+
+def _gemma4_layer(config: Mapping[str, Any], layer: int, inner: int, kind: str) -> list[Tensor]:
+    """A layer with a dense feed-forward part beside its experts."""
+    hidden, block, sizes = config["hidden_size"], f"blk.{layer}.", _gemma4_heads(config, layer)
+    heads, keys, head = config["num_attention_heads"] * sizes[1], sizes[0] * sizes[1], sizes[1]
+    full = config["layer_types"][layer] == "full_attention"
+    matrices = {"attn_q": (heads, hidden), "attn_k": (keys, hidden), "attn_output": (hidden, heads)}
+    if not (full and config["attention_k_eq_v"]):
+        matrices["attn_v"] = keys, hidden
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    more = ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+    plain = {**dict.fromkeys((*norms, *more), (hidden,)), "attn_q_norm": (head,), "attn_k_norm": (head,)}
+    return [
+        *(Tensor(f"{block}{name}.weight", shape, kind) for name, shape in matrices.items()),
+        *(Tensor(f"{block}{name}.weight", shape, "f32") for name, shape in plain.items()),
+        *_feed_forward(block, "", config["intermediate_size"], hidden, kind),
+        *_experts(block, config, inner, config["top_k_experts"], kind),
+        Tensor(block + "ffn_gate_inp.scale", (hidden,), "f32"),
+        Tensor(block + "ffn_down_exps.scale", (config["num_experts"],), "f32"),
+        Tensor(block + "layer_output_scale.weight", (1,), "f32"),
+    ]
+
+
+def _gemma4_heads(config: Mapping[str, Any], layer: int) -> tuple[int, int]:
+    """Heads of keys, and elements of a head."""
+    if config["layer_types"][layer] == "full_attention":
+        return config["num_global_key_value_heads"], config["global_head_dim"]
+    return config["num_key_value_heads"], config["head_dim"]
+
+
+def _gemma4_values(config: Mapping[str, Any]) -> dict[str, int | float | list[int]]:
+    kinds, layers = config["layer_types"], range(config["num_hidden_layers"])
+    rotary = config["rope_parameters"]
+    return {
+        "attention.head_count_kv": [_gemma4_heads(config, layer)[0] for layer in layers],
+        "attention.key_length": config["global_head_dim"],
+        "attention.value_length": config["global_head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "rope.freq_base": float(rotary["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(rotary["sliding_attention"]["rope_theta"]),
+        "rope.dimension_count": config["global_head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "final_logit_softcapping": float(config["final_logit_softcapping"]),
+        "expert_used_count": config["top_k_experts"],
+    }
+
+
+def _fitting(kind: str, columns: int) -> str:
+    """``kind``, or what llama.cpp's quantiser takes if rows are no whole number of its blocks."""
+    return kind if columns % BLOCKS[kind][0] == 0 else "q5_0"
+
+
+def _latent_attention(config: Mapping[str, Any], block: str, kind: str) -> list[Tensor]:
+    """Latent attention of a layer of GLM-4.7-Flash, and the norm behind it."""
     hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     queries = config["q_lora_rank"]
@@ -290,7 +437,7 @@ def _latent_attention(config: Mapping[str, Any], block: str, kind: str) -> list[
     norms = {"attn_q_a_norm": queries, "attn_kv_a_norm": rank, "ffn_norm": hidden}
     return [
         *(
-            Tensor(f"{block}{name}.weight", shape, kind if shape[-1] % BLOCKS[kind][0] == 0 else "q5_0")
+            Tensor(f"{block}{name}.weight", shape, _fitting(kind, shape[-1]))
             for name, shape in matrices.items()
         ),
         *(Tensor(f"{block}{name}.weight", (size,), "f32") for name, size in norms.items()),
@@ -299,7 +446,10 @@ def _latent_attention(config: Mapping[str, Any], block: str, kind: str) -> list[
 
 def _feed_forward(block: str, suffix: str, inner: int, hidden: int, kind: str) -> list[Tensor]:
     shapes = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-    return [Tensor(f"{block}{name}{suffix}.weight", shape, kind) for name, shape in shapes.items()]
+    return [
+        Tensor(f"{block}{name}{suffix}.weight", shape, _fitting(kind, shape[-1]))
+        for name, shape in shapes.items()
+    ]
 
 
 def _latent_values(config: Mapping[str, Any]) -> dict[str, int | float | list[int]]:

@@ -48,6 +48,7 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     [
         *(("qwen3_next", 3, 4), ("qwen3_5_moe_text", 3, 4), ("glm4_moe", 0, 4)),
         *(("glm4_moe_lite", 0, 4), ("deepseek_v3", 0, 4), ("qwen2_moe", 0, 4)),
+        *(("gemma4", 0, 4), ("lfm2_moe", 0, 0), ("minimax_m2", 0, 0)),
     ],
 )
 def test_a_decoded_token_is_that_of_the_family_s_code(
@@ -63,7 +64,11 @@ def test_a_decoded_token_is_that_of_the_family_s_code(
         found = logits(engine)
         # The other native modules stay.
         vars(engine.loaded.model).pop("forward", None)
-        for name in (*native.layers, *native.deltas, *native.mlps):
+        assert len(native.convolutions) == (2 if family == "lfm2_moe" else 0)
+        replaced = [*native.layers, *native.deltas, *native.mlps, *native.convolutions]
+        if family in ("gemma4", "lfm2_moe", "minimax_m2"):
+            replaced += [*native.norms, *native.routers]
+        for name in replaced:
             del vars(engine.loaded.model.get_submodule(name))["forward"]
         wanted = logits(engine)
     off = (found - wanted).abs().max() / wanted.abs().max()

@@ -27,14 +27,28 @@ LINEAR = ["qwen3_next", "qwen3_5_moe_text"]
 HEADS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
 # With latent attention: two families with layers without experts, whose queries are projected twice, or once.
 LATENT: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "glm4_moe_lite": {"q_lora_rank": None}}
+# Norms around all parts and angles of each type of layer, as part of a model that also takes pictures, whose
+# values may be its keys; short convolutions; routers that take a correction; functions inside of the model's
+# code; models that also take pictures.
+TYPED: dict[str, dict[str, Any]] = {
+    "gemma4": {"attention_k_eq_v": True, "final_logit_softcapping": 5.0},
+    "gemma4_text": {},
+    **dict.fromkeys(("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe"), {}),
+}
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
-FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT]
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT, *TYPED]
 
 
 def checkpoint(directory: Path, family: str, **more: Any) -> Path:
     if family in LINEAR or family in LATENT:
         own = HEADS if family in LINEAR else LATENT[family]
         config = type(tiny_family(family))(**{**tiny_family(family).to_dict(), **own, **more})
+    elif family in TYPED:
+        config = tiny_family(family)
+        for name, value in TYPED[family].items():
+            setattr(config.get_text_config(), name, value)
+        for name, value in more.items():
+            setattr(config, name, value)
     else:
         config = tiny_config(family, 0, **more)
     config.dtype = torch.bfloat16
@@ -111,6 +125,22 @@ def test_tokens_of_several_caches_equal_passes_of_their_own_bitwise(
             for pair in zip(ours, theirs, strict=True):
                 for mine, other in zip(*(cache.layers for cache in pair), strict=True):
                     assert all(map(torch.equal, tensors_of(mine), tensors_of(other)))
+
+
+def test_ids_that_stand_for_pictures_are_left_to_the_family(tmp_path: Path, moechat_home: Path) -> None:
+    """Gemma 4 gives them another embedding."""
+    picture = 44
+    path = checkpoint(tmp_path, "gemma4", image_token_id=picture)
+    with moechat.load(path, bits=4, dtype="float32") as engine:
+        assert engine.loaded.native_modules.whole
+        with base_calls(engine) as calls:
+            ours = decode(engine, [5, 17, 3, 80, picture, 9], prompt=2)
+            assert len(calls) == 2
+            caches = [prefilled(engine, 4), prefilled(engine, 7)]
+            assert engine.passes.run_together([9, picture], caches) is None
+            assert engine.passes.run_together([9, 11], caches) is not None
+        del vars(engine.loaded.model)["forward"]
+        assert all(map(torch.equal, ours, decode(engine, [5, 17, 3, 80, picture, 9], prompt=2)))
 
 
 def prefilled(engine: Engine, tokens: int) -> Any:

@@ -112,6 +112,41 @@ def test_gguf_bytes_of_latent_attention_are_those_of_the_published_model() -> No
     assert plan.metadata["deepseek2.expert_weights_norm"] is True
 
 
+def test_gguf_bytes_of_norms_around_all_parts_are_those_of_the_published_model() -> None:
+    shapes = module("gguf_shapes")
+    config = json.loads((ROOT / "moechat/hub/shapes/gemma-4-26b-a4b.json").read_text())
+    plan = shapes.plan_gguf(config, "q4_k")
+    # 25.2 billion weights, a third of them with 5.5 bits instead of 4.5: rows of 704 and 2,112.
+    assert plan.nbytes == pytest.approx(25.2e9 * (4.5 * 2 + 5.5) / 3 / 8, rel=2e-2)
+    kinds = config["layer_types"]
+    assert plan.metadata["gemma4.attention.head_count_kv"] == [
+        2 if kind == "full_attention" else 8 for kind in kinds
+    ]
+    names = {tensor.name for tensor in plan.tensors}
+    assert "blk.0.attn_v.weight" in names
+    assert f"blk.{kinds.index('full_attention')}.attn_v.weight" not in names
+    down = next(tensor for tensor in plan.tensors if tensor.name == "blk.3.ffn_down_exps.weight")
+    assert (down.shape, down.kind, down.parts, down.used) == ((128, 2816, 704), "q5_0", 128, 8)
+
+
+def test_gguf_bytes_of_short_convolutions_are_those_of_the_published_model() -> None:
+    shapes = module("gguf_shapes")
+    config = {
+        **{"model_type": "lfm2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 65536},
+        **{"intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2},
+        **{"num_experts": 32, "num_experts_per_tok": 4, "norm_eps": 1e-5, "rope_theta": 1e6},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3},
+        "layer_types": [
+            "full_attention" if number in (2, 6, 10, 14, 18, 21) else "conv" for number in range(24)
+        ],
+    }
+    plan = shapes.plan_gguf(config, "q4_k")
+    assert plan.nbytes == pytest.approx(8.34e9 * 4.5 / 8, rel=1e-2)
+    # 1.5 billion weights a token.
+    assert plan.active_bytes == pytest.approx(1.56e9 * 4.5 / 8, rel=2e-2)
+    assert plan.metadata["lfm2moe.attention.head_count_kv"][:4] == [0, 0, 8, 0]
+
+
 def test_both_formats_have_the_same_bits_and_odd_rows_are_refused() -> None:
     shapes = module("gguf_shapes")
     config = CONFIGS["qwen3_moe"]
