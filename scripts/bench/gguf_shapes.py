@@ -300,6 +300,8 @@ def _own_plan(
         Tensor("token_embd.weight", (vocabulary, hidden), kind),
         Tensor(f"{norm}.weight", (hidden,), "f32"),
     ]
+    if family == "gemma4_text":
+        tensors.append(Tensor("rope_freqs.weight", (config["global_head_dim"] // 2,), "f32"))
     for layer in range(config["num_hidden_layers"]):
         tensors += layer_of(config, layer, inner, kind)
     own: dict[str, int | float | list[int]] = {
@@ -413,6 +415,8 @@ def _gemma4_values(config: Mapping[str, Any]) -> dict[str, int | float | list[in
         "rope.dimension_count_swa": config["head_dim"],
         "final_logit_softcapping": float(config["final_logit_softcapping"]),
         "expert_used_count": config["top_k_experts"],
+        "embedding_length_per_layer_input": 0,
+        "attention.shared_kv_layers": 0,
     }
 
 

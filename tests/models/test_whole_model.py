@@ -33,7 +33,7 @@ LATENT: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "glm4_moe_lite": {"q_lor
 TYPED: dict[str, dict[str, Any]] = {
     "gemma4": {"attention_k_eq_v": True, "final_logit_softcapping": 5.0},
     "gemma4_text": {},
-    **dict.fromkeys(("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe"), {}),
+    **{name: {} for name in ("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe")},
 }
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT, *TYPED]

@@ -132,10 +132,20 @@ def test_gguf_bytes_of_norms_around_all_parts_are_those_of_the_published_model()
 def test_gguf_bytes_of_short_convolutions_are_those_of_the_published_model() -> None:
     shapes = module("gguf_shapes")
     config = {
-        **{"model_type": "lfm2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 65536},
-        **{"intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2},
-        **{"num_experts": 32, "num_experts_per_tok": 4, "norm_eps": 1e-5, "rope_theta": 1e6},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3},
+        "model_type": "lfm2_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "vocab_size": 65536,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
         "layer_types": [
             "full_attention" if number in (2, 6, 10, 14, 18, 21) else "conv" for number in range(24)
         ],
