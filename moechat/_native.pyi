@@ -2676,6 +2676,7 @@ class FeedStep:
         norms: With a shared expert: norms of the residual for the routed experts, of the shared expert's
             result, of the routed experts' and of the sum of both; and the address of one element that
             multiplies the layer's result.
+        routed_scale: With a shared expert: factor of the routed experts' result.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2688,6 +2689,7 @@ class FeedStep:
         shared: GatedMlp | None,
         gate: DenseProduct | None,
         norms: tuple[RmsNorm, RmsNorm, RmsNorm, RmsNorm, int] | None = None,
+        routed_scale: float = 1.0,
     ) -> None: ...
     def add(self, x: int, shared: int, residual: int, tokens: int) -> None:
         """Add ``x``, the routed experts' result as float32 [tokens, hidden], rounded to the element type, to
@@ -2715,6 +2717,8 @@ class LayerStep:
         feed: What follows attention.
         value_norm: Norm of the values of each head, or ``None``.
         output_norm: Norm of what ``output`` gives, or ``None``.
+        gate: Product of hidden states whose results multiply what attention gives, one for each element or
+            for each head, and whether their activation is softplus instead of sigmoid; or ``None``.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2736,6 +2740,7 @@ class LayerStep:
         feed: FeedStep,
         value_norm: RmsNorm | None = None,
         output_norm: RmsNorm | None = None,
+        gate: tuple[DenseProduct, bool] | None = None,
     ) -> None: ...
     def route(
         self,

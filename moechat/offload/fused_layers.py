@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moechat.models.cache_memory import Place
-from moechat.models.decode.angles import angle_counts
+from moechat.models.decode.angles import angles_of_layers
 from moechat.models.decode.delta_layer import DeltaLayer
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.known_layers import recognise_known_layers
@@ -128,11 +128,15 @@ def recognise_layers(
         deltas: Linear attention that is known.
     """
     rules = {module: router.rule for module, router in routers.items()}
-    found = recognise_known_layers(model, norms, rules, rotary, deltas)
+    # The kernels have no gates with a projection of their own.
+    found = {
+        layer: known
+        for layer, known in recognise_known_layers(model, norms, rules, rotary, deltas).items()
+        if known.wiring.gate is None
+    }
     if not found:
         return {}
-    base = base_of(model)
-    (angles,) = angle_counts(model)
+    base, angles = base_of(model), angles_of_layers(model)
     follows = (
         dict(zip(base.layers, [*base.layers[1:], rotary_and_norm(base)[1]], strict=True))
         if only_calls_layers(base)
@@ -143,7 +147,7 @@ def recognise_layers(
         router = None if known.wiring.router is None else routers[known.wiring.router]
         follower = follows.get(layer)
         adds = follower in found or follower in norms
-        fused[layer] = FusedLayer(known, router, follower if adds else None, angles)
+        fused[layer] = FusedLayer(known, router, follower if adds else None, angles[layer])
     return fused
 
 

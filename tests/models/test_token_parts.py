@@ -48,7 +48,7 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     [
         *(("qwen3_next", 3, 4), ("qwen3_5_moe_text", 3, 4), ("glm4_moe", 0, 4)),
         *(("glm4_moe_lite", 0, 4), ("deepseek_v3", 0, 4), ("qwen2_moe", 0, 4)),
-        *(("gemma4", 0, 4), ("lfm2_moe", 0, 0), ("minimax_m2", 0, 0)),
+        *(("gemma4", 0, 4), ("lfm2_moe", 0, 0), ("minimax_m2", 0, 0), ("laguna", 0, 4)),
     ],
 )
 def test_a_decoded_token_is_that_of_the_family_s_code(
@@ -66,7 +66,7 @@ def test_a_decoded_token_is_that_of_the_family_s_code(
         vars(engine.loaded.model).pop("forward", None)
         assert len(native.convolutions) == (2 if family == "lfm2_moe" else 0)
         replaced = [*native.layers, *native.deltas, *native.mlps, *native.convolutions]
-        if family in ("gemma4", "lfm2_moe", "minimax_m2"):
+        if family in ("gemma4", "lfm2_moe", "minimax_m2", "laguna"):
             replaced += [*native.norms, *native.routers]
         for name in replaced:
             del vars(engine.loaded.model.get_submodule(name))["forward"]

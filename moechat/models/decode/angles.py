@@ -16,6 +16,7 @@ from torch import nn
 
 from moechat.models.decode.probe import close, probing
 from moechat.models.element_types import ELEMENTS
+from moechat.models.skeleton import base_of
 from moechat.models.threads import one_thread
 
 _POSITIONS = 256  # per table
@@ -121,6 +122,35 @@ def _position(position_ids: torch.Tensor, several: bool) -> int | None:
 def angle_counts(model: nn.Module) -> set[int]:
     """Numbers of cosines per token of the modules of ``model`` that :func:`recognise_angles` knows."""
     return {angle_count(module) for module in model.modules() if recognise_angles(module) is not None}
+
+
+def angles_of_layers(model: Any) -> dict[nn.Module, int]:
+    """Numbers of cosines per token that the decoder layers of ``model`` get; without those not known."""
+    base = base_of(model)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return {}
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    rotary = next((part for part in base.children() if takes_layer_types(part)), None)
+    if rotary is None or kinds is None or len(kinds) < len(layers):
+        counts = angle_counts(model)
+        return dict.fromkeys(layers, next(iter(counts))) if len(counts) == 1 else {}
+    with probing():
+        x, at = torch.zeros(1, 1, 1), torch.tensor([[0]])
+        try:
+            found = {kind: rotary(x, at, kind)[0].shape[-1] for kind in set(kinds)}
+        except Exception:  # it needs other inputs
+            return {}
+    return {layer: found[kind] for layer, kind in zip(layers, kinds, strict=False)}
+
+
+def takes_layer_types(module: nn.Module) -> bool:
+    """Whether a module makes the angles of each type of layer, whose name it takes beside positions."""
+    try:
+        names = list(inspect.signature(type(module).forward).parameters)
+    except (TypeError, ValueError):
+        return False
+    return names[1:] == ["x", "position_ids", "layer_type"]
 
 
 def angle_count(module: nn.Module) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from moechat.models.decode.angles import takes_layer_types
 from moechat.models.decode.native_step import NativeStep
 from moechat.models.decode.wiring import rotary_and_norm
 from moechat.models.skeleton import base_of
@@ -34,7 +34,7 @@ class ModelEnds:
         self._rotary, self._norm = rotary_and_norm(base)
         self._embed, self._head = base.embed_tokens, model.lm_head
         # Of each layer, what the rotary module takes beside positions.
-        types = "layer_type" in inspect.signature(type(self._rotary).forward).parameters
+        types = takes_layer_types(self._rotary)
         self._kinds: list[tuple[Any, ...]] = [
             (config.layer_types[number],) if types else () for number in range(len(steps))
         ]

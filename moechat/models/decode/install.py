@@ -12,7 +12,7 @@ from torch import nn
 
 from moechat.geometry import Activation
 from moechat.models.decode import attention
-from moechat.models.decode.angles import angle_count, recognise_angles
+from moechat.models.decode.angles import angles_of_layers, recognise_angles
 from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.gemma4_layers import gemma4_step
 from moechat.models.decode.known_layers import recognise_known_layers
@@ -139,7 +139,8 @@ def install_native_modules(model: Any) -> NativeModules:
     mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
     mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
-    blocks = recognise_shared_blocks(model, mlps, rules)
+    blocks = recognise_shared_blocks(model, mlps, rules, scaled=True)
+    counts = angles_of_layers(model)
     known = recognise_known_layers(model, norms, rules, rotary, deltas)
     for module, forward in tables.items():
         done.replace(module, forward)
@@ -191,7 +192,7 @@ def install_native_modules(model: Any) -> NativeModules:
         LINEAR_ATTENTION: {module: delta_mixer(delta) for module, delta in deltas.items()},
         SHORT_CONV: {module: short_conv_mixer(short) for module, short in convolutions.items()},
     }
-    _install_layers(done, model, names, known, mixers, blocks, neighbours)
+    _install_layers(done, model, names, known, mixers, blocks, neighbours, counts)
     return done
 
 
@@ -203,21 +204,20 @@ def _install_layers(
     mixers: Mapping[str, Mapping[nn.Module, StateMixer]],
     blocks: Mapping[nn.Module, SharedBlock],
     neighbours: Collection[nn.Module],
+    counts: Mapping[nn.Module, int],
 ) -> None:
-    # The number of angles of a layer is only known from its arguments.
-    counts = {angle_count(model.get_submodule(name)) for name in done.angles}
-    angles = next(iter(counts)) if len(counts) == 1 and done.attention else 0
     tried: dict[Any, bool] = {}
     for module, name in names.items():
         step = None
         stateful = next((name for name in mixers if name in module._modules), None)
         if stateful is not None:
             step = state_step(module, stateful, mixers[stateful], blocks)
-        elif hasattr(module, ATTENTION) and angles:
-            step = attention_step(module, angles, blocks)
-            step = step or latent_step(module, angles, blocks, neighbours)
         elif hasattr(module, ATTENTION) and done.attention:
-            step = gemma4_step(module)
+            angles = counts.get(module, 0)
+            if angles:
+                step = attention_step(module, angles, blocks)
+                step = step or latent_step(module, angles, blocks, neighbours)
+            step = step or gemma4_step(module)
         if step is None:
             continue
         forward = step.forward(module)

@@ -8,14 +8,13 @@ from typing import Any
 from torch import nn
 
 from moechat.models.decode import delta_layer, plain_layer
-from moechat.models.decode.angles import angle_counts
+from moechat.models.decode.angles import angles_of_layers
 from moechat.models.decode.delta_layer import DeltaLayer, find_delta_layer
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.plain_layer import PlainLayer, find_plain_layer
 from moechat.models.decode.routers import Rule
-from moechat.models.skeleton import base_of
 
 KnownLayer = PlainLayer | DeltaLayer
 
@@ -36,14 +35,9 @@ def recognise_known_layers(
         rotary: As of :func:`moechat.models.decode.plain_layer.find_plain_layer`.
         deltas: Linear attention that is known.
     """
-    base = base_of(model)
-    counts = angle_counts(model)
-    if len(counts) != 1 or not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        return {}
-    (angles,) = counts
     found: dict[nn.Module, KnownLayer] = {}
     tried: dict[Any, bool] = {}
-    for layer in base.layers:
+    for layer, angles in angles_of_layers(model).items():
         plain = find_plain_layer(layer, norms, rules, rotary)
         known = plain or find_delta_layer(layer, norms, rules, deltas)
         if known is None:

@@ -26,7 +26,7 @@ from moechat.models.decode.native_step import (
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import recognise_wiring
+from moechat.models.decode.wiring import names_of, recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 
@@ -71,6 +71,12 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     kind = ELEMENTS[dtype]
     at = 0 if sinks is None else sinks.data_ptr()
     query, key, value, output = products
+    gate = None
+    if wiring.gate is not None:
+        own = native_products([wiring.gate])
+        if own is None:
+            return None
+        gate = own[0], "softplus" in names_of(attention)
     try:
         feed = native_feed(wiring, blocks.get(wiring.mlp))
         if feed is None:
@@ -88,6 +94,7 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
             angles,
             width,
             feed.run,
+            gate=gate,
         )
     except ValueError:  # the shapes of the parts do not match
         return None
@@ -101,7 +108,8 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         angles=angles,
         index=attention.layer_idx,
         slots=SLOTS,
-        exact=feed.exact and not wiring.gated,  # torch's sigmoid rounds in another way
+        # torch's sigmoid and softplus round in another way.
+        exact=feed.exact and not wiring.gated and gate is None,
         decode=decode_at_places(
             feed.finish(run, hidden_size, dtype), SLOTS, (kv_heads, dim, dtype, dim), packed=True
         ),

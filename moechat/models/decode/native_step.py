@@ -137,7 +137,7 @@ def native_feed(wiring: Wiring, block: SharedBlock | None) -> Feed | None:
         gate = None if block.gate is None else row_product(block.gate)
         known = isinstance(router, _native.Routing) and isinstance(shared, _native.GatedMlp)
         if known and (gate is not None) == (block.gate is not None):
-            run = _native.FeedStep(after, router, shared, gate)
+            run = _native.FeedStep(after, router, shared, gate, None, block.scale)
             # torch's sigmoid rounds in another way.
             exact, bypassed = gate is None, tuple(block.block.modules())
             chosen = _chosen(block.router)

@@ -23,7 +23,7 @@ from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
-from moechat.models.decode.wiring import Wiring, recognise_wiring
+from moechat.models.decode.wiring import OWN_GATE, Wiring, names_of, recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 _PROBES = 3
@@ -35,7 +35,8 @@ class PlainLayer:
     """A decoder layer: grouped-query attention and a feed-forward part, each behind a norm.
 
     If ``wiring.gated``, the projection to queries gives each head its query and then its gates, whose
-    sigmoids multiply the results of attention.
+    sigmoids multiply the results of attention. If there is a ``wiring.gate``, its softplus, or its sigmoid,
+    multiplies them.
 
     Attributes:
         wiring: Its modules.
@@ -49,6 +50,7 @@ class PlainLayer:
         dim: Elements of a head.
         scaling: Factor of the scores.
         index: Of the layer in the attention cache.
+        softplus: What activates the results of ``wiring.gate``, in place of a sigmoid.
     """
 
     wiring: Wiring
@@ -62,6 +64,7 @@ class PlainLayer:
     dim: int
     scaling: float
     index: int
+    softplus: bool = False
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -106,6 +109,9 @@ def find_plain_layer(
     sizes = (query.out_features, key.out_features, value.out_features, output.in_features)
     if not kv_heads or heads % kv_heads or sizes != (queries, kv_heads * dim, kv_heads * dim, heads * dim):
         return None
+    gate: Any = wiring.gate
+    if gate is not None and getattr(gate, "out_features", 0) not in (heads, heads * dim):
+        return None
     head_norms = None
     modules = [module for name in wiring.head_norms if (module := getattr(attention, name, None)) is not None]
     if modules:
@@ -125,6 +131,7 @@ def find_plain_layer(
         dim,
         scaling,
         index,
+        softplus="softplus" in names_of(attention),
     )
 
 
@@ -210,6 +217,10 @@ def _computed(
     attended = attended.transpose(1, 2).reshape(1, 1, -1)
     if gates is not None:
         attended = attended * gates.reshape(1, 1, -1).sigmoid()
+    if wiring.gate is not None:
+        own = wiring.attention._modules[OWN_GATE](normed)
+        active = nn.functional.softplus(own.float()).to(own.dtype) if plain.softplus else own.sigmoid()
+        attended = (attended.view(*active.shape, -1) * active.unsqueeze(-1)).view(1, 1, -1)
     hidden = hidden + attention._modules[wiring.projections[-1]](attended)
     return hidden + answer, (keys, values), plain.after.apply(hidden, weight_of(wiring.after))
 
@@ -227,5 +238,6 @@ def _stand_ins(plain: PlainLayer, normal: Callable[..., torch.Tensor]) -> Iterat
     wiring = plain.wiring
     stand_in = StandIn(normal(1, 1, weight_of(wiring.before).shape[0]))
     part = wiring.mlp if wiring.experts is None else wiring.experts
-    with random_projections(wiring.attention, wiring.projections, normal), stand_in.in_place_of(part):
+    names = [*wiring.projections, *([] if wiring.gate is None else [OWN_GATE])]
+    with random_projections(wiring.attention, names, normal), stand_in.in_place_of(part):
         yield stand_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "act")
+_SCALE = "routed_scaling_factor"
 _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
     Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
@@ -64,6 +65,7 @@ class SharedBlock:
         experts: Its routed experts.
         shared: Its shared expert.
         gate: Projection to a number whose sigmoid multiplies the shared expert's result, or ``None``.
+        scale: Factor of the routed experts' result.
     """
 
     block: nn.Module
@@ -71,6 +73,7 @@ class SharedBlock:
     experts: nn.Module
     shared: GatedMlp
     gate: nn.Module | None
+    scale: float = 1.0
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the block is computed in another way."""
@@ -146,7 +149,11 @@ def fed(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def recognise_shared_blocks(
-    model: nn.Module, mlps: Mapping[nn.Module, GatedMlp], rules: Mapping[nn.Module, Rule]
+    model: nn.Module,
+    mlps: Mapping[nn.Module, GatedMlp],
+    rules: Mapping[nn.Module, Rule],
+    *,
+    scaled: bool = False,
 ) -> dict[nn.Module, SharedBlock]:
     """Blocks of routed experts and a shared one. One of each kind is tried.
 
@@ -154,8 +161,9 @@ def recognise_shared_blocks(
         model: Its routers are on the CPU.
         mlps: Of the model.
         rules: Of its routers that are known.
+        scaled: Those that multiply the routed experts' result by a factor are wanted too.
     """
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, SharedBlock | None] = {}
     found: dict[nn.Module, SharedBlock] = {}
     for module in model.modules():
         block = _described(module, mlps, rules)
@@ -163,9 +171,15 @@ def recognise_shared_blocks(
             continue
         kind = layer_kind(module)
         if kind not in tried:
-            tried[kind] = _block_agrees(block, rules[block.router])
-        if tried[kind]:
-            found[module] = block
+            factor = getattr(module, _SCALE, None) if scaled else None
+            scales = (1.0, factor) if type(factor) is float else (1.0,)
+            agreeing = (
+                each for each in scales if _block_agrees(replace(block, scale=each), rules[block.router])
+            )
+            tried[kind] = next((replace(block, scale=each) for each in agreeing), None)
+        agreed = tried[kind]
+        if agreed is not None:
+            found[module] = replace(block, scale=agreed.scale)
     return found
 
 
@@ -214,7 +228,7 @@ def _block_agrees(block: SharedBlock, rule: Rule) -> bool:
                 if gates:
                     gate: Any = block.block._modules[gates[0]]
                     ours = gate(row).sigmoid() * ours
-                ours = experts.answer + ours
+                ours = experts.answer * block.scale + ours
                 if not isinstance(theirs, torch.Tensor) or not close(theirs.view_as(ours), ours):
                     return False
                 seen, *choice = experts.seen

@@ -61,8 +61,13 @@ _LATENT_NAMES = frozenset(
         *("rope_interleave", "apply_rotary_pos_emb_interleave", "torch", "split", "cat"),
     }
 )
-# And of attention whose results are multiplied by gates, which are projected with the queries.
+# And of attention whose results are multiplied by gates, which are projected with the queries, or by a
+# projection of their own, for each head or for each element.
 _GATES = frozenset({"torch", "chunk", "sigmoid"})
+OWN_GATE = "g_proj"
+_OWN_GATES = frozenset(
+    {OWN_GATE, "gate_per_head", "F", "softplus", "torch", "sigmoid", "float", "dtype", "to", "unsqueeze"}
+)
 # Options without effect if not set, and the names that their code uses.
 _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
 _EXPERTS_NAMES = frozenset(
@@ -126,7 +131,8 @@ class Wiring:
         mlp: Its feed-forward part.
         router: Router, if ``mlp`` has only a router and its experts; else ``None``.
         experts: Experts, if ``router`` is set.
-        gated: The results of attention are multiplied by gates.
+        gated: The results of attention are multiplied by gates, which are projected with the queries.
+        gate: The projection of gates of their own, or ``None``.
     """
 
     before: nn.Module
@@ -136,6 +142,7 @@ class Wiring:
     router: nn.Module | None
     experts: nn.Module | None
     gated: bool
+    gate: nn.Module | None = None
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the layer is computed in another way."""
@@ -156,8 +163,10 @@ class Wiring:
         return next(held, _HEAD_NORMS[0])
 
     def plain_attention(self) -> bool:
-        """Whether the attention has no parts but projections, norms of heads and sinks."""
+        """Whether the attention has no parts but projections, norms of heads, a gate and sinks."""
         children, known = set(dict(self.attention.named_children())), {*self.projections, *self.head_norms}
+        if self.gate is not None:
+            known.add(OWN_GATE)
         return children <= known and not set(self.attention._parameters) - {"sinks"}
 
 
@@ -182,7 +191,11 @@ def recognise_wiring(
     for option, more in _OPTIONAL.items():
         if getattr(getattr(attention, "config", None), option, None) is None:
             names |= more
-    if mixer == ATTENTION and not uses_only(attention, names):
+    gate = attention._modules.get(OWN_GATE) if mixer == ATTENTION else None
+    if gate is not None:
+        if not uses_only(attention, names | _OWN_GATES):
+            return None
+    elif mixer == ATTENTION and not uses_only(attention, names):
         gated = uses_only(attention, names | _GATES)
         if not gated and not uses_only(attention, names | _LATENT_NAMES):
             return None
@@ -198,7 +211,7 @@ def recognise_wiring(
     )
     if not plain:
         router = experts = None
-    return Wiring(before, attention, after, mlp, router, experts, gated)
+    return Wiring(before, attention, after, mlp, router, experts, gated, gate)
 
 
 def only_calls_layers(base: Any) -> bool:
@@ -229,6 +242,12 @@ def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[s
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
     return not forward.__code__.co_freevars and names.issuperset(_names(forward.__code__))
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """Names that the ``forward`` of a module's class uses."""
+    code = getattr(type(module).forward, "__code__", None)
+    return _names(code) if isinstance(code, CodeType) else set()
 
 
 def _names(code: CodeType) -> set[str]:

@@ -118,8 +118,9 @@ struct Feed {
 using MoreNorms = std::tuple<Norm, Norm, Norm, Norm, Address>;
 
 Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing, const std::optional<Mlp>& shared,
-               std::optional<Product> gate, const std::optional<MoreNorms>& norms) {
+               std::optional<Product> gate, const std::optional<MoreNorms>& norms, float routed_scale) {
   Feed feed{};
+  feed.task.routed_scale = routed_scale;
   if (norms) {
     const auto& [experts, shared_result, experts_result, result, scale] = *norms;
     feed.task.norms =
@@ -230,7 +231,8 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
                std::optional<Product> value, Product output, bool gated,
                const std::optional<std::pair<Norm, Norm>>& head_norms, const Attention& attention,
                std::int64_t angles, std::int64_t width, const Feed& feed,
-               const std::optional<Norm>& value_norm, const std::optional<Norm>& output_norm) {
+               const std::optional<Norm>& value_norm, const std::optional<Norm>& output_norm,
+               std::optional<std::pair<Product, bool>> gate) {
   Step step{};
   LayerStep& task = step.task;
   task.type = element_type(type);
@@ -249,6 +251,7 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   }
   if (value_norm) task.value_norm = value_norm->task;
   if (output_norm) task.output_norm = output_norm->task;
+  if (gate) task.gate = AttentionGate{gate->first.task, gate->second};
   task.attention = attention.task;
   task.angles = angles;
   task.width = width;
@@ -257,6 +260,7 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
   step.kept = feed.kept;
   for (Product* product : {&query, &key, &output}) step.kept.push_back(std::move(*product));
   if (value) step.kept.push_back(std::move(*value));
+  if (gate) step.kept.push_back(std::move(gate->first));
   return step;
 }
 
@@ -450,7 +454,7 @@ void bind_layer_step(py::module_& m) {
       .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
   py::class_<Feed>(m, "FeedStep")
       .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"),
-           py::arg("norms") = py::none())
+           py::arg("norms") = py::none(), py::arg("routed_scale") = 1.0f)
       .def("add", &Feed::add, py::arg("x"), py::arg("shared"), py::arg("residual"), py::arg("tokens"));
 
   py::class_<Mixer>(m, "DeltaMixer")
@@ -472,7 +476,7 @@ void bind_layer_step(py::module_& m) {
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
            py::arg("angles"), py::arg("width"), py::arg("feed"), py::arg("value_norm") = py::none(),
-           py::arg("output_norm") = py::none());
+           py::arg("output_norm") = py::none(), py::arg("gate") = py::none());
   define_placed(step);
   py::class_<LatentLayer> latent(m, "LatentStep");
   latent.def(py::init(&make_latent), py::arg("before"), py::arg("shortened"), py::arg("query"),

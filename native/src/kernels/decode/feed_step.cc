@@ -1,5 +1,7 @@
 #include "kernels/decode/feed_step.h"
 
+#include <cmath>
+
 #include "kernels/decode/step_memory.h"
 #include "kernels/isa/dispatch.h"
 
@@ -57,6 +59,15 @@ void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float
   kernel.widen(type, narrow, count, values);
 }
 
+void rounded_softplus(ElementType type, std::int64_t count, float* values, void* narrow) {
+  // Beyond 20 the difference is less than float32 resolves.
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = values[i] > 20.0f ? values[i] : std::log1p(std::exp(values[i]));
+  }
+  kernels().decode->narrow(type, values, count, narrow);
+  kernels().decode->widen(type, narrow, count, values);
+}
+
 void check_gated_mlp(const GatedMlp& mlp) {
   require_fit(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
   require_fit(mlp.down.cols == mlp.up.rows, "up and down");
@@ -78,6 +89,7 @@ void check_feed_step(const FeedStep& step) {
   if (step.routes) {
     require_fit(step.routing.type == type && step.routing.hidden == hidden, "router and hidden size");
   }
+  require_fit(step.routed_scale == 1.0f || step.shares, "a scale without a shared expert");
   require_fit(!step.scales || step.routes, "scales without a router");
   require_fit(!step.norms || step.shares, "norms of results without a shared expert");
   const auto fits = [&](const NormTask& norm) {
@@ -175,7 +187,7 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
     return;
   }
   const std::int64_t size = element_bytes(type);
-  Arena arena(Arena::bytes_of(elements * size) + Arena::bytes_of(elements * 4));
+  Arena arena(Arena::bytes_of(elements * size) + 2 * Arena::bytes_of(elements * 4));
   void* sums = arena.take(elements * size);
   auto* wide = arena.take<float>(elements * 4);
   const auto normalise = [&](const NormTask& norm) {
@@ -185,6 +197,12 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
   };
   kernel.widen(type, shared, elements, wide);
   kernel.narrow(type, x, elements, sums);
+  if (step.routed_scale != 1.0f) {
+    auto* scaled = arena.take<float>(elements * 4);
+    kernel.widen(type, sums, elements, scaled);
+    for (std::int64_t i = 0; i < elements; ++i) scaled[i] *= step.routed_scale;
+    kernel.narrow(type, scaled, elements, sums);
+  }
   if (step.norms) normalise(step.norms->experts_result);
   kernel.add(type, wide, elements, sums);
   if (step.norms) normalise(step.norms->result);

@@ -43,7 +43,8 @@ struct FeedStep {
   RouterRule rule;
   std::optional<RouterScales> scales;  // the router gets the residual then, else the rows of `after`
   std::optional<FeedNorms> norms;
-  bool shares;  // has a shared expert; only with a router
+  float routed_scale = 1.0f;  // multiplies what the routed experts give, rounded before and after
+  bool shares;                // has a shared expert; only with a router
   GatedMlp shared;
   bool gates;        // the sigmoid of `gate` multiplies the shared expert's result
   StepProduct gate;  // one row
@@ -66,11 +67,13 @@ void check_feed_step(const FeedStep& step);
 void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, StepClock& clock);
 
 // residual += rounded(rounded(x) + shared), rounded to the type of the step; without a shared expert
-// rounded(x). With norms as these say. x: what the routed experts give, [tokens, hidden].
+// rounded(x). With norms and a scale as these say. x: what the routed experts give, [tokens, hidden].
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
                  void* residual);
 
 // values[i] = sigmoid(values[i]), rounded to `type`. `factors` and `narrow` hold `count` elements.
 void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow);
+// values[i] = log(1 + e^values[i]), likewise.
+void rounded_softplus(ElementType type, std::int64_t count, float* values, void* narrow);
 
 }  // namespace moechat

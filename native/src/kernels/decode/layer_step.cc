@@ -48,6 +48,12 @@ void check_layer_step(const LayerStep& step) {
                   (step.angles == step.width || 2 * step.angles == step.width),
               "angles and heads");
   if (step.gated) require_fit(heads.key_dim == heads.value_dim, "gates of heads");
+  if (step.gate) {
+    const StepProduct& gate = step.gate->product;
+    require_fit(!step.gated, "two kinds of gates");
+    require_fit(gate.cols == step.hidden, "gates and hidden size");
+    require_fit(gate.rows == heads.kv_heads * heads.group || gate.rows == value_cols, "gates and heads");
+  }
   check_feed_step(step.feed);
 }
 
@@ -71,6 +77,7 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   const std::int64_t keys = tokens * key_cols;
   const std::int64_t values = tokens * value_cols;
   const std::int64_t mixes = tokens * mixed_cols;
+  const std::int64_t own_gates = step.gate ? tokens * step.gate->product.rows : 0;
   const std::int64_t gates = step.gated ? mixes : 0;
   const std::int64_t widest = hidden > mixes ? hidden : mixes;
 
@@ -79,7 +86,8 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
       Arena::bytes_of(keys * 4) + Arena::bytes_of(values * 4) + Arena::bytes_of(hidden * 4) +
       2 * (Arena::bytes_of(queries * size) + Arena::bytes_of(keys * size)) + Arena::bytes_of(values * size) +
       Arena::bytes_of(mixes * size) + Arena::bytes_of((queries + gates) * size) +
-      Arena::bytes_of(gates * size) + Arena::bytes_of(gates * 4));
+      Arena::bytes_of(gates * size) + Arena::bytes_of(gates * 4) + 2 * Arena::bytes_of(own_gates * 4) +
+      Arena::bytes_of(own_gates * size));
   void* rows = arena.take(hidden * size);
   auto* wide = arena.take<float>(widest * 4);
   auto* query_sums = arena.take<float>((queries + gates) * 4);
@@ -95,6 +103,9 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   auto* both = arena.take<unsigned char>((queries + gates) * size);  // queries and gates of each head
   auto* gate_rows = arena.take<unsigned char>(gates * size);
   auto* gate_values = arena.take<float>(gates * 4);
+  auto* own_values = arena.take<float>(own_gates * 4);
+  auto* own_factors = arena.take<float>(own_gates * 4);
+  void* own_rows = arena.take(own_gates * size);
 
   const auto normalise = [&](const NormTask& norm, const void* x, void* out, std::int64_t elements) {
     NormTask task = norm;
@@ -108,6 +119,11 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   multiply(step.query, wide, tokens, query_sums);
   multiply(step.key, wide, tokens, key_sums);
   if (!step.shares_keys) multiply(step.value, wide, tokens, value_sums);
+  if (step.gate) {
+    multiply(step.gate->product, wide, tokens, own_values);
+    kernel.narrow(type, own_values, own_gates, own_rows);
+    kernel.widen(type, own_rows, own_gates, own_values);
+  }
   if (step.gated) {
     kernel.narrow(type, query_sums, queries + gates, both);
     const std::int64_t bytes = shape.key_dim * size;
@@ -193,6 +209,16 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     kernel.widen(type, gate_rows, gates, gate_values);
     rounded_sigmoids(type, gates, gate_values, query_sums, both);
     for (std::int64_t i = 0; i < gates; ++i) wide[i] *= gate_values[i];
+    kernel.narrow(type, wide, mixes, mixed);
+    kernel.widen(type, mixed, mixes, wide);
+  } else if (step.gate) {
+    if (step.gate->softplus) {
+      rounded_softplus(type, own_gates, own_values, own_rows);
+    } else {
+      rounded_sigmoids(type, own_gates, own_values, own_factors, own_rows);
+    }
+    const std::int64_t each = mixes / own_gates;  // elements of a gate
+    for (std::int64_t i = 0; i < mixes; ++i) wide[i] *= own_values[i / each];
     kernel.narrow(type, wide, mixes, mixed);
     kernel.widen(type, mixed, mixes, wide);
   }

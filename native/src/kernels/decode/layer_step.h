@@ -18,6 +18,12 @@
 
 namespace moechat {
 
+// A product whose results, activated, multiply what attention gives: one for each element, or for each head.
+struct AttentionGate {
+  StepProduct product;
+  bool softplus;  // else sigmoid
+};
+
 // Invariants, which check_layer_step() verifies: products match the sizes of the heads, norms those of their
 // rows.
 struct LayerStep {
@@ -29,6 +35,7 @@ struct LayerStep {
   StepProduct query, key, value, output;
   bool shares_keys;  // values are what `key` gives, before any norm; `value` is unused
   bool gated;
+  std::optional<AttentionGate> gate;  // not if `gated`
   bool norms_heads;  // applies query_norm and key_norm: to each head, or to all heads as one row
   NormTask query_norm, key_norm;
   std::optional<NormTask> value_norm;   // of each head
