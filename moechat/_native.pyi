@@ -2359,6 +2359,8 @@ class GatedDelta:
         log_rates: Address of [k_heads * group].
         biases: Likewise, of the decays.
         norm: Address of [v_dim].
+        by_channel: Each element of a key has a decay of its own, with a bias each; gates are sigmoids, the
+            norm is rounded once, and rates and biases are float32. ``group`` is 1 then.
 
     Raises:
         ValueError: A size is not possible.
@@ -2378,6 +2380,7 @@ class GatedDelta:
         log_rates: int,
         biases: int,
         norm: int,
+        by_channel: bool = False,
     ) -> None: ...
     def __call__(
         self, mixed: int, gate: int, beta: int, decay: int, before: int, state: int, out: int

@@ -13,6 +13,7 @@ from torch import nn
 from moechat.geometry import Activation
 from moechat.models.decode import attention
 from moechat.models.decode.angles import angles_of_layers, recognise_angles
+from moechat.models.decode.channel_delta import native_channel_delta, recognise_channel_deltas
 from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.gemma4_layers import gemma4_step
 from moechat.models.decode.known_layers import recognise_known_layers
@@ -56,7 +57,7 @@ class NativeModules:
         angles: Modules that compute rotary cosines and sines.
         rotary: Attention modules with native rotary embedding.
         latent: Attention modules whose latent cache is not expanded.
-        deltas: Linear attention by the gated delta rule.
+        deltas: Linear attention by the gated delta rule, with a decay for each head or each channel.
         mambas: Mamba-2 mixers.
         convolutions: Gated short convolutions.
         mlps: Gated feed-forward parts.
@@ -136,6 +137,7 @@ def install_native_modules(model: Any) -> NativeModules:
     neighbours = {module for module in names if recognise_neighbours(module) is not None}
     # What has several parts is recognised before any of these is replaced.
     deltas = recognise_gated_deltas(model)
+    channel_deltas = recognise_channel_deltas(model)
     mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
     mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
@@ -157,6 +159,10 @@ def install_native_modules(model: Any) -> NativeModules:
         done.replace(module, with_rotary(module, rotate))
     for module, delta in deltas.items():
         if (native := native_delta(delta)) is not None:
+            done.replace(module, native)
+            done.deltas.append(names[module])
+    for module, by_channel in channel_deltas.items():
+        if (native := native_channel_delta(by_channel)) is not None:
             done.replace(module, native)
             done.deltas.append(names[module])
     for module, mamba in mambas.items():

@@ -91,7 +91,10 @@ def _step(delta: GatedDelta) -> _Step | None:
             delta.taps,
             [(place.start, place.stride) for place in places],
             delta.eps,
-            *(weight.data_ptr() for weight in weights),
+            weights[0].data_ptr(),
+            weights[1].data_ptr(),
+            weights[2].data_ptr(),
+            weights[3].data_ptr(),
         )
     except ValueError:
         return None

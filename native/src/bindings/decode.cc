@@ -113,7 +113,9 @@ void bind_decode(py::module_& m) {
   py::class_<Delta>(m, "GatedDelta")
       .def(py::init([](const std::string& type, std::int64_t k_heads, std::int64_t group, std::int64_t k_dim,
                        std::int64_t v_dim, std::int64_t taps, const Places& places, float eps,
-                       Address weights, Address log_rates, Address biases, Address norm) {
+                       Address weights, Address log_rates, Address biases, Address norm, bool by_channel) {
+             if (by_channel && group != 1)
+               refuse("decays of channels need one head of values for each of keys");
              require_positive("k_heads", k_heads);
              require_positive("group", group);
              require_positive("k_dim", k_dim);
@@ -134,6 +136,7 @@ void bind_decode(py::module_& m) {
              DeltaTask::Place* const named[] = {&task.q,    &task.k,    &task.v,
                                                 &task.gate, &task.beta, &task.decay};
              for (std::size_t i = 0; i < places.size(); ++i) *named[i] = {places[i].first, places[i].second};
+             task.by_channel = by_channel;
              task.eps = eps;
              task.weights = at(weights);
              task.log_rates = at(log_rates);
@@ -143,7 +146,7 @@ void bind_decode(py::module_& m) {
            }),
            py::arg("type"), py::arg("k_heads"), py::arg("group"), py::arg("k_dim"), py::arg("v_dim"),
            py::arg("taps"), py::arg("places"), py::arg("eps"), py::arg("weights"), py::arg("log_rates"),
-           py::arg("biases"), py::arg("norm"))
+           py::arg("biases"), py::arg("norm"), py::arg("by_channel") = false)
       .def("__call__", &Delta::run, py::arg("mixed"), py::arg("gate"), py::arg("beta"), py::arg("decay"),
            py::arg("before"), py::arg("state"), py::arg("out"));
 

@@ -47,6 +47,48 @@ void change_state(float* state, std::int64_t stride, const float* q, const float
   for (int i = 0; i < kVecs; ++i) store(out + 16 * i, read[i]);
 }
 
+// The same with a decay for each row.
+template <int kVecs>
+void change_rows(float* state, std::int64_t stride, const float* q, const float* k, const float* kept,
+                 std::int64_t rows, const float* v, float beta, float* out) {
+  Vec found[kVecs];
+  for (int i = 0; i < kVecs; ++i) found[i] = zero();
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Vec key = set1(k[row] * kept[row]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) found[i] = fma(load(state + row * stride + 16 * i), key, found[i]);
+  }
+  Vec change[kVecs], read[kVecs];
+  const Vec share = set1(beta);
+  for (int i = 0; i < kVecs; ++i) {
+    change[i] = mul(sub(load(v + 16 * i), found[i]), share);
+    read[i] = zero();
+  }
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Vec key = set1(k[row]), query = set1(q[row]), factor = set1(kept[row]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      float* place = state + row * stride + 16 * i;
+      const Vec next = fma(key, change[i], mul(load(place), factor));
+      store(place, next);
+      read[i] = fma(next, query, read[i]);
+    }
+  }
+  for (int i = 0; i < kVecs; ++i) store(out + 16 * i, read[i]);
+}
+
+// What a head keeps of each row of its state.
+template <ElementType kType>
+void kept_rows(const DeltaTask& task, std::int64_t head, float* kept) {
+  const float rate = ::expf(static_cast<const float*>(task.log_rates)[head]);
+  const float* biases = static_cast<const float*>(task.biases) + head * task.k_dim;
+  const std::int64_t from = task.decay.start + head * task.decay.stride;
+  for (std::int64_t i = 0; i < task.k_dim; ++i) {
+    const float a = element_of<kType>(task.decay_row, from + i) + biases[i];
+    kept[i] = ::expf(-rate * (a > 20.0f ? a : ::log1pf(::expf(a))));
+  }
+}
+
 template <ElementType kType>
 void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float* scratch) {
   using Type = Elements<kType>;
@@ -56,6 +98,7 @@ void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float
   float* k = q + k_dim;
   float* v = k + k_dim;
   float* made = v + v_dim;
+  float* kept_of = made + v_dim;  // of the rows of a state
   const ConvolveTask taps{task.taps, task.mixed, task.weights, nullptr, task.before};
   for (std::int64_t head = begin; head < end; ++head) {
     const std::int64_t keys = task.k_heads * k_dim;
@@ -70,19 +113,32 @@ void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float
       const float b = element_of<kType>(task.beta_row, task.beta.start + head * task.beta.stride + inner);
       float lanes[16];
       store(lanes, Type::rounded(set1(1.0f / (1.0f + ::expf(-b)))));
-      const float a = element_of<kType>(task.decay_row, task.decay.start + head * task.decay.stride + inner) +
-                      element_of<kType>(task.biases, value);
-      const float rate = ::expf(element_of<kType>(task.log_rates, value));
-      const float kept = ::expf(-rate * (a > 20.0f ? a : ::log1pf(::expf(a))));
+      float kept = 0.0f;
+      if (task.by_channel) {
+        kept_rows<kType>(task, head, kept_of);
+      } else {
+        const std::int64_t at = task.decay.start + head * task.decay.stride + inner;
+        const float a = element_of<kType>(task.decay_row, at) + element_of<kType>(task.biases, value);
+        const float rate = ::expf(element_of<kType>(task.log_rates, value));
+        kept = ::expf(-rate * (a > 20.0f ? a : ::log1pf(::expf(a))));
+      }
       float* state = task.state + value * k_dim * v_dim;
       for (std::int64_t column = 0; column < v_dim; column += kDeltaColumns) {
         std::int64_t done = column;
         if (column + kDeltaColumns <= v_dim) {
-          change_state<8>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+          if (task.by_channel) {
+            change_rows<8>(state + done, v_dim, q, k, kept_of, k_dim, v + done, lanes[0], made + done);
+          } else {
+            change_state<8>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+          }
           continue;
         }
         for (; done < v_dim; done += 16) {
-          change_state<1>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+          if (task.by_channel) {
+            change_rows<1>(state + done, v_dim, q, k, kept_of, k_dim, v + done, lanes[0], made + done);
+          } else {
+            change_state<1>(state + done, v_dim, q, k, k_dim, v + done, kept, lanes[0], made + done);
+          }
         }
       }
       Vec squares = zero();
@@ -98,8 +154,13 @@ void delta_of(const DeltaTask& task, std::int64_t begin, std::int64_t end, float
                             head * task.gate.stride + inner * v_dim;
       Storage* out = static_cast<Storage*>(task.out) + value * v_dim;
       for (std::int64_t i = 0; i < v_dim; i += 16) {
-        const Vec normed = Type::rounded(mul(load(made + i), factor));
         const Vec z = Type::get(gate + i);
+        if (task.by_channel) {
+          const Vec whole = mul(Type::get(norm + i), mul(load(made + i), factor));
+          Type::put(out + i, mul(whole, sigmoid(z)));
+          continue;
+        }
+        const Vec normed = Type::rounded(mul(load(made + i), factor));
         Type::put(out + i, mul(Type::rounded(mul(Type::get(norm + i), normed)), mul(z, sigmoid(z))));
       }
     }

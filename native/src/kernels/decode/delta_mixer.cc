@@ -33,6 +33,7 @@ void check_mixer(const DeltaMixer& mixer) {
   require_fit(holds(task, task.v, values, rows(mixer.mixed)), "values");
   require_fit(holds(task, task.gate, values, rows(mixer.gate)), "gates");
   require_fit(holds(task, task.beta, task.group, rows(mixer.beta)), "betas");
+  require_fit(!task.by_channel, "decays of channels");
   require_fit(holds(task, task.decay, task.group, rows(mixer.decay)), "decays");
   require_fit(mixer.output.cols == task.k_heads * values, "the last projection");
 }

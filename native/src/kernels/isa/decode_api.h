@@ -143,6 +143,9 @@ struct ConvolveTask {
 
 // A token of linear attention by the gated delta rule; moechat/models/decode/gated_delta.py has the formulas.
 // Convolution, norms and rule are computed in float32 and rounded to the element type after each.
+//
+// With `by_channel` each element of a key has a decay of its own, gates are sigmoids, and the norm is rounded
+// once, behind its gate (Kimi Linear, arXiv:2510.26692, section 3).
 struct DeltaTask {
   // Where something of the heads lies in its row: of the first head of keys, and to the next, in elements.
   struct Place {
@@ -155,10 +158,11 @@ struct DeltaTask {
   std::int64_t v_dim;  // a multiple of 16
   std::int64_t taps;   // at most kMostTaps
   Place q, k, v, gate, beta, decay;
+  bool by_channel;        // with one head of values for each of keys; rates and biases are float32 then
   float eps;              // of the norm
   const void* weights;    // [channels, taps]: of all queries, all keys, all values
   const void* log_rates;  // [k_heads * group]
-  const void* biases;     // [k_heads * group], of the decays
+  const void* biases;     // of the decays: [k_heads * group], or [k_heads, k_dim]
   const void* norm;       // [v_dim]
   const void* mixed;      // row with q, k and v
   const void* gate_row;
@@ -185,7 +189,7 @@ struct ShortConvTask {
 static constexpr float kDeltaUnitEps = 1e-6f;  // added to the sum of squares of a query or a key
 
 static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
-  return 2 * task.k_dim + 2 * task.v_dim + 16;
+  return 3 * task.k_dim + 2 * task.v_dim + 16;
 }
 
 // A token of a Mamba-2 mixer between its projections; moechat/models/decode/mamba2.py has the formulas. The
