@@ -2575,6 +2575,46 @@ class Routing:
         Writes ``logits`` [tokens, experts], and int64 ``index`` and ``weights`` [tokens, chosen].
         """
 
+class HyperConnection:
+    """Weights that mix the residual streams of a token; see :mod:`moechat.models.decode.hyper_connection`.
+
+    Args:
+        type: Element type of the streams.
+        streams: At most 8.
+        hidden: Elements of each.
+        weight: Address of float32 [(2 + streams) * streams, streams * hidden].
+        base: Of float32 [(2 + streams) * streams].
+        scale: Of float32 [3].
+        norm_eps: Added to the mean square of all elements.
+        eps: Added to weights and sums.
+        rounds: Of the matrix's division by the sums of its rows and columns; the first by those of columns.
+
+    Raises:
+        ValueError: A size is not possible.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        streams: int,
+        hidden: int,
+        weight: int,
+        base: int,
+        scale: int,
+        norm_eps: float,
+        eps: float,
+        rounds: int,
+    ) -> None: ...
+    def __call__(self, x: int, post: int, comb: int, collapsed: int) -> None:
+        """Compute a token.
+
+        Args:
+            x: Address of its streams, [streams, hidden].
+            post: Of float32 [streams], written.
+            comb: Of float32 [streams, streams], written.
+            collapsed: Of [hidden], written.
+        """
+
 class DenseProduct:
     """A dense layer for the steps of decoder layers; keeps its weights and bias alive."""
 

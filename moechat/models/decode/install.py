@@ -16,6 +16,7 @@ from moechat.models.decode.angles import angles_of_layers, recognise_angles
 from moechat.models.decode.channel_delta import native_channel_delta, recognise_channel_deltas
 from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.gemma4_layers import gemma4_step
+from moechat.models.decode.hyper_connection import native_hyper_connection, recognise_hyper_connections
 from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, latent_projections, recognise_latent
 from moechat.models.decode.latent_layers import latent_step
@@ -60,6 +61,7 @@ class NativeModules:
         deltas: Linear attention by the gated delta rule, with a decay for each head or each channel.
         mambas: Mamba-2 mixers.
         convolutions: Gated short convolutions.
+        mixings: Hyper-connections of several residual streams.
         mlps: Gated feed-forward parts.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts or feed-forward part, is one native call.
@@ -75,6 +77,7 @@ class NativeModules:
     deltas: list[str] = field(default_factory=list)
     mambas: list[str] = field(default_factory=list)
     convolutions: list[str] = field(default_factory=list)
+    mixings: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
@@ -138,6 +141,7 @@ def install_native_modules(model: Any) -> NativeModules:
     # What has several parts is recognised before any of these is replaced.
     deltas = recognise_gated_deltas(model)
     channel_deltas = recognise_channel_deltas(model)
+    mixings = recognise_hyper_connections(model, bare_norms)
     mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
     mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
@@ -161,6 +165,10 @@ def install_native_modules(model: Any) -> NativeModules:
         if (native := native_delta(delta)) is not None:
             done.replace(module, native)
             done.deltas.append(names[module])
+    for module, mixing in mixings.items():
+        if (native := native_hyper_connection(mixing)) is not None:
+            done.replace(module, native)
+            done.mixings.append(names[module])
     for module, by_channel in channel_deltas.items():
         if (native := native_channel_delta(by_channel)) is not None:
             done.replace(module, native)

@@ -229,6 +229,23 @@ void bind_decode(py::module_& m) {
       .def("__call__", &RouterStep::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),
            py::arg("weights"));
 
+  py::class_<Mixing>(m, "HyperConnection")
+      .def(
+          py::init([](const std::string& type, std::int64_t streams, std::int64_t hidden, Address weight,
+                      Address base, Address scale, float norm_eps, float eps, std::int64_t rounds) {
+            require_positive("streams", streams);
+            require_positive("hidden", hidden);
+            require_positive("rounds", rounds);
+            if (streams > kMostStreams) {
+              refuse("streams is " + std::to_string(streams) + ", more than " + std::to_string(kMostStreams));
+            }
+            return Mixing{{element_type(type), streams, hidden, at<const float>(weight),
+                           at<const float>(base), at<const float>(scale), norm_eps, eps, rounds}};
+          }),
+          py::arg("type"), py::arg("streams"), py::arg("hidden"), py::arg("weight"), py::arg("base"),
+          py::arg("scale"), py::arg("norm_eps"), py::arg("eps"), py::arg("rounds"))
+      .def("__call__", &Mixing::run, py::arg("x"), py::arg("post"), py::arg("comb"), py::arg("collapsed"));
+
   m.def("rotate", &rotate_py, py::arg("type"), py::arg("x"), py::arg("token_stride"), py::arg("head_stride"),
         py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("dim"), py::arg("cos"), py::arg("sin"),
         py::arg("angles"), py::arg("width"));

@@ -8,6 +8,7 @@
 #include "bindings/arrays.h"
 #include "bindings/gil.h"
 #include "kernels/decode/decode.h"
+#include "kernels/decode/hyper_connection.h"
 #include "kernels/decode/latent.h"
 
 namespace moechat {
@@ -105,6 +106,15 @@ struct LatentHeads {
     const ReleaseGil released;
     attend_latents(
         task, {at(query), query_head, at(latents), latent_token, at(turned), turned_token, context, at(out)});
+  }
+};
+
+struct Mixing {
+  HyperConnection task;
+
+  void run(Address x, Address post, Address comb, Address collapsed) const {
+    const ReleaseGil released;
+    hyper_connection(task, at(x), at<float>(post), at<float>(comb), at(collapsed));
   }
 };
 

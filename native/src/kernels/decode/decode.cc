@@ -212,7 +212,7 @@ void mamba(const MambaTask& given) {
                        [&](std::int64_t begin, std::int64_t end) { kernel.mamba_norm(task, begin, end); });
 }
 
-void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {
+void router_logits(const RouteTask& task) {
   const KernelTable& kernel = kernels();
   if (task.tokens * task.experts * task.hidden < kRouteProducts) {
     kernel.decode->route(task, 0, task.experts);
@@ -222,6 +222,11 @@ void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, v
       kernel.decode->route(task, begin, end);
     });
   }
+}
+
+void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {
+  const KernelTable& kernel = kernels();
+  router_logits(task);
   static thread_local std::vector<float> scores, ranks;
   scores.resize(static_cast<std::size_t>(task.experts));
   ranks.resize(static_cast<std::size_t>(task.experts));

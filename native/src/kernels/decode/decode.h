@@ -38,7 +38,9 @@ struct RouterRule {
   ElementType weight_type;
 };
 
-// Computes logits as route(), then selects `chosen` experts per token in descending order of their selection
+// Computes the logits of a router, a product with float32 sums.
+void router_logits(const RouteTask& task);
+// Computes logits, then selects `chosen` experts per token in descending order of their selection
 // score; ties go to the lower index. index [tokens, chosen], weights [tokens, chosen] of weight_type.
 void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights);
 
