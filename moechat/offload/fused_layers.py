@@ -349,7 +349,7 @@ def first_launches(layers: Iterable[FusedLayer], dtype: torch.dtype) -> list[Cal
                 known.head_norms,
                 known.wiring.gated,
             )
-        kinds[sizes, known.before, known.after, layer.router is None] = layer
+        kinds[sizes, layer.angles, known.before, known.after, layer.router is None] = layer
     return [partial(_launch_first, layer, dtype) for layer in kinds.values()]
 
 

@@ -58,6 +58,7 @@ _ATTENTION_NAMES = frozenset(
         *(*ATTENTION_NAMES, _VALUE_NORM, "layer_type"),
         # Of layers that share keys and values, likewise.
         *("is_kv_shared_layer", "store_full_length_kv"),
+        *("device", "to"),  # until transformers 5.22
     }
 )
 
@@ -90,7 +91,10 @@ def gemma4_step(layer: Any) -> NativeStep | None:
     if dtype not in ELEMENTS or scale.dtype is not dtype or not scale.is_cpu:
         return None
     dim, kind = attention.head_dim, ELEMENTS[dtype]
-    heads, kv_heads = attention.o_proj.in_features // dim, attention.k_proj.out_features // dim
+    heads, kv_heads = (
+        attention._modules[wiring.projections[-1]].in_features // dim,
+        attention.k_proj.out_features // dim,
+    )
     if not kv_heads or heads % kv_heads:
         return None
     value_part, ones = value_norm(dtype, dim)
@@ -151,6 +155,7 @@ def gemma4_step(layer: Any) -> NativeStep | None:
         keeps=(
             scale,
             ones,
+            vars(wiring.router)["forward"],
             *forwards_of(wiring),
             *(vars(layer._modules[name])["forward"] for name in _NORMS),
         ),

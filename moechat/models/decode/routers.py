@@ -18,6 +18,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.probe import FEW_TOKENS, probing, takes_hidden_states_only, tolerance
+from moechat.models.decode.wiring import names_of
 from moechat.models.element_types import ELEMENTS
 from moechat.models.experts_interface import is_experts_module
 
@@ -139,7 +140,9 @@ def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Ru
             if tensor is not bias and tensor.numel() == len(weight)
         ]
         vectors += [] if given is None else [given.detach().float()]
-        for rule in _rules(order, logits, weights, index, vectors):
+        # In 16 bits the scores of a probe rarely tie, so that its choice would seldom tell.
+        rounds = {"float", "float32"}.isdisjoint(names_of(module)) and logits.dtype is not torch.float32
+        for rule in _rules(order, logits, weights, index, vectors, rounds):
             mine, chosen = rule.apply(logits)
             scale = float((weights.float().sum() / mine.sum()).nan_to_num(1.0))
             rule = replace(rule, scale=1.0 if abs(scale - 1) < 1e-3 else scale)
@@ -173,12 +176,13 @@ def _rules(
     weights: torch.Tensor,
     index: torch.Tensor,
     vectors: list[torch.Tensor],
+    rounds_first: bool,
 ) -> Iterator[Rule]:
     for scoring in _SCORINGS:
         for correction in (None, *vectors):
             if scoring == "softmax-chosen" and correction is not None:
                 continue
-            for normalise, rounds in product((False, True), (False, True)):
+            for normalise, rounds in product((False, True), (rounds_first, not rounds_first)):
                 if rounds and (scoring != "sigmoid" or logits.dtype is torch.float32):
                     continue
                 yield Rule(

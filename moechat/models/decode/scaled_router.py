@@ -15,7 +15,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.norms import Norm
-from moechat.models.decode.probe import FEW_TOKENS, close, probing, takes_hidden_states_only
+from moechat.models.decode.probe import FEW_TOKENS, close, hooks_of, probing, takes_hidden_states_only
 from moechat.models.element_types import ELEMENTS
 
 _PROBES = 16
@@ -87,7 +87,7 @@ def recognise_scaled_router(module: nn.Module, bare_norms: Mapping[nn.Module, No
         return None
     weight = projection.weight
     tensors = (weight, *parameters.values())
-    if type(factor) is not float or weight.dtype not in ELEMENTS or any(module.buffers()):
+    if type(factor) is not float or weight.dtype not in ELEMENTS or any(True for _ in module.buffers()):
         return None
     if any(each is None or each.dtype is not weight.dtype for each in tensors):
         return None
@@ -126,11 +126,13 @@ def native_scaled_router(router: ScaledRouter) -> Callable[[torch.Tensor], Any]:
         kind, weight.data_ptr(), 0, experts, hidden_size, "softmax", chosen, 0, True, 1.0, "float32", kind
     ).scaled(norm, inputs.data_ptr(), router.factor, factors.data_ptr())
     most, empty = FEW_TOKENS * hidden_size, torch.empty
+    hooks = hooks_of(router.module.children())
 
     def forward(hidden: torch.Tensor) -> Any:
         count = hidden.numel()
         if (
-            hidden.dtype is not dtype
+            any(hooks)
+            or hidden.dtype is not dtype
             or not 0 < count <= most
             or hidden.shape[-1] != hidden_size
             or not hidden.is_contiguous()

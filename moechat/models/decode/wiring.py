@@ -33,6 +33,7 @@ _CHOOSES = frozenset(
     {
         *(ATTENTION, LINEAR_ATTENTION, SHORT_CONV, "is_attention_layer"),
         *("layer_type", "block_type", "isinstance", "tuple"),
+        "get",  # of a dictionary of masks, until transformers 5.22
     }
 )
 ATTENTION_NAMES = frozenset(
@@ -97,7 +98,7 @@ _BASE_NAMES = frozenset(
         *("jit", "is_tracing", "len", "range", "_deepstack_process"),
         *("view", "expand", "ndim"),
         # Until transformers 5.22, of some families.
-        *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast"),
+        *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast", "UserDict", "has_sliding_layers"),
         # Of Gemma 4: angles of each type of layer, and options that its layers' steps exclude.
         *("unique_layer_types", "Gemma4TextModelOutputWithPast", "pop", "get"),
         *("hidden_size_per_layer_input", "get_per_layer_inputs", "project_per_layer_inputs"),
