@@ -67,7 +67,8 @@ void check_feed_step(const FeedStep& step);
 void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, StepClock& clock);
 
 // residual += rounded(rounded(x) + shared), rounded to the type of the step; without a shared expert
-// rounded(x). With norms and the scale of routed experts as these say. x: what the routed experts give, [tokens, hidden].
+// rounded(x). With norms and the scale of routed experts as these say. x: what the routed experts give,
+// [tokens, hidden].
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
                  void* residual);
 
