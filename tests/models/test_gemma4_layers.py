@@ -141,11 +141,11 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, moechat_home: Path) -
 @contextmanager
 def changed(kind: type[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
     own: Any = kind.forward
-    kind.forward = forward  # type: ignore[method-assign]
+    kind.forward = forward
     try:
         yield
     finally:
-        kind.forward = own  # type: ignore[method-assign]
+        kind.forward = own
 
 
 @pytest.mark.parametrize("number", [0, 3])

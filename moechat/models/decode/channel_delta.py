@@ -7,7 +7,7 @@ arXiv:2510.26692, section 3), gates and decays are projected twice, and a sigmoi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from moechat import _native
 from moechat.models.decode.gated_delta import UNIT_EPS
-from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.decode.wiring import only_known_arguments
@@ -85,18 +85,7 @@ def recognise_channel_deltas(model: nn.Module) -> dict[nn.Module, ChannelDelta]:
     Args:
         model: Its weights are on the CPU, but for its projections.
     """
-    tried: dict[Any, bool] = {}
-    found = {}
-    for module in model.modules():
-        delta = _described(module)
-        if delta is None:
-            continue
-        kind = replace(delta, mixer=type(module), index=0), layer_kind(module)
-        if kind not in tried:
-            tried[kind] = _agrees(delta)
-        if tried[kind]:
-            found[module] = delta
-    return found
+    return agreeing_modules(model, _described, _agrees)
 
 
 def _described(module: Any) -> ChannelDelta | None:

@@ -14,8 +14,8 @@ from moechat.models.decode.wiring import rotary_and_norm
 from moechat.models.skeleton import base_of
 
 # How configurations of models that also take pictures or sound name the ids that stand for these.
-_PLACEHOLDERS = ("_token_id", "_token_index")
-_NO_PLACEHOLDERS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+_MEDIA = ("_token_id", "_token_index")
+_NO_MEDIA = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 
 
 class ModelEnds:
@@ -26,7 +26,7 @@ class ModelEnds:
         steps: Of its first layers, in order.
 
     Attributes:
-        placeholders: Ids that stand for pictures or sound. The family's code may treat them in another way.
+        media_ids: Ids that stand for pictures or sound. The family's code may treat them in another way.
     """
 
     def __init__(self, model: Any, steps: Sequence[NativeStep]) -> None:
@@ -42,12 +42,12 @@ class ModelEnds:
         # What the step of a layer takes, those of the same kind take.
         kinds = [(kind, type(step.run), step.angles) for kind, step in zip(self._kinds, steps, strict=True)]
         self._first = [(number, steps[number]) for number in sorted(set(map(kinds.index, kinds)))]
-        self.placeholders: frozenset[int] = frozenset()
+        self.media_ids: frozenset[int] = frozenset()
         if config is not model.config:
-            self.placeholders = frozenset(
+            self.media_ids = frozenset(
                 value
                 for name, value in vars(model.config).items()
-                if name.endswith(_PLACEHOLDERS) and name not in _NO_PLACEHOLDERS and type(value) is int
+                if name.endswith(_MEDIA) and name not in _NO_MEDIA and type(value) is int
             )
 
     @property
@@ -56,9 +56,9 @@ class ModelEnds:
         return self._embed, self._rotary, self._norm, self._head
 
     def draw(self, generator: torch.Generator, *sizes: int) -> torch.Tensor:
-        """Random ids that are no placeholders."""
+        """Random ids of texts."""
         number = self._embed.num_embeddings
-        usable = torch.tensor([each for each in range(number) if each not in self.placeholders])
+        usable = torch.tensor([each for each in range(number) if each not in self.media_ids])
         return usable[torch.randint(len(usable), sizes, generator=generator)]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.element_types import ELEMENTS
@@ -149,18 +149,7 @@ def recognise_gated_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:
     Args:
         model: Its weights are on the CPU, but for its projections.
     """
-    tried: dict[Any, bool] = {}
-    found = {}
-    for module in model.modules():
-        delta = _described(module)
-        if delta is None:
-            continue
-        kind = delta.kind(), layer_kind(module)
-        if kind not in tried:
-            tried[kind] = agrees(delta)
-        if tried[kind]:
-            found[module] = delta
-    return found
+    return agreeing_modules(model, _described, agrees)
 
 
 def _described(module: Any) -> GatedDelta | None:

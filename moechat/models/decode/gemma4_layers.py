@@ -1,9 +1,9 @@
 """Gemma 4's decoder layers, whose step for one token is a native call.
 
-A dense feed-forward part stands beside the routed experts as a shared expert does. Router, experts and dense
-part each have a norm of the same residual; the results of both, their sum, and the result of attention have
-norms too, and values have one without a weight. In layers that see the whole context, values are the keys
-before their norm.
+A layer has routed experts and a dense feed-forward part, which the native step computes as a shared expert.
+Router, experts and dense part each normalise the same residual. The results of both, their sum, and the
+result of attention are normalised too, as are values, by a norm without a weight. In layers without a
+window, values are the keys before their norm.
 
 Recognised as other layers are: by the names that their code uses, and by the results of both ways for random
 tokens, bit by bit.

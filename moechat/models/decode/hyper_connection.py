@@ -9,14 +9,14 @@ each layer, and torch launches some ninety operations for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.probe import SIZES, close, hooks_of, probing, takes_hidden_states_only
 from moechat.models.element_types import ELEMENTS
@@ -70,18 +70,7 @@ def recognise_hyper_connections(
         model: Its parameters of this kind are on the CPU.
         bare_norms: Its norms without a weight.
     """
-    tried: dict[Any, bool] = {}
-    found = {}
-    for module in model.modules():
-        mixing = _described(module, bare_norms)
-        if mixing is None:
-            continue
-        kind = replace(mixing, module=type(module)), layer_kind(module)
-        if kind not in tried:
-            tried[kind] = _agrees(mixing)
-        if tried[kind]:
-            found[module] = mixing
-    return found
+    return agreeing_modules(model, lambda module: _described(module, bare_norms), _agrees)
 
 
 def _described(module: Any, bare_norms: Mapping[nn.Module, Norm]) -> HyperConnection | None:

@@ -26,7 +26,7 @@ from moechat.models.decode.native_step import (
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import names_of, recognise_wiring
+from moechat.models.decode.wiring import recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 
@@ -76,7 +76,7 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         own = native_products([wiring.gate])
         if own is None:
             return None
-        gate = own[0], "softplus" in names_of(attention)
+        gate = own[0], wiring.softplus
     try:
         feed = native_feed(wiring, blocks.get(wiring.mlp))
         if feed is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.products import native_products
 from moechat.models.decode.stand_ins import random_projections
@@ -105,18 +105,7 @@ def recognise_mamba2(model: nn.Module) -> dict[nn.Module, Mamba2]:
     Args:
         model: Its weights are on the CPU, but for its projections.
     """
-    tried: dict[Any, bool] = {}
-    found = {}
-    for module in model.modules():
-        mamba = _described(module)
-        if mamba is None:
-            continue
-        kind = replace(mamba, mixer=type(module), index=0), layer_kind(module)
-        if kind not in tried:
-            tried[kind] = agrees(mamba)
-        if tried[kind]:
-            found[module] = mamba
-    return found
+    return agreeing_modules(model, _described, agrees)
 
 
 def _described(module: Any) -> Mamba2 | None:

@@ -23,7 +23,7 @@ from moechat.models.decode.probe import close, normal_numbers, probing
 from moechat.models.decode.rotary import Rotate, rotated_width
 from moechat.models.decode.routers import Rule
 from moechat.models.decode.stand_ins import StandIn, chooses, random_projections
-from moechat.models.decode.wiring import OWN_GATE, Wiring, names_of, recognise_wiring
+from moechat.models.decode.wiring import OWN_GATE, Wiring, recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 _PROBES = 3
@@ -50,7 +50,6 @@ class PlainLayer:
         dim: Elements of a head.
         scaling: Factor of the scores.
         index: Of the layer in the attention cache.
-        softplus: What activates the results of ``wiring.gate``, in place of a sigmoid.
     """
 
     wiring: Wiring
@@ -64,7 +63,6 @@ class PlainLayer:
     dim: int
     scaling: float
     index: int
-    softplus: bool = False
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -131,7 +129,6 @@ def find_plain_layer(
         dim,
         scaling,
         index,
-        softplus="softplus" in names_of(attention),
     )
 
 
@@ -219,7 +216,7 @@ def _computed(
         attended = attended * gates.reshape(1, 1, -1).sigmoid()
     if wiring.gate is not None:
         own = wiring.attention._modules[OWN_GATE](normed)
-        active = nn.functional.softplus(own.float()).to(own.dtype) if plain.softplus else own.sigmoid()
+        active = nn.functional.softplus(own.float()).to(own.dtype) if wiring.softplus else own.sigmoid()
         attended = (attended.view(*active.shape, -1) * active.unsqueeze(-1)).view(1, 1, -1)
     hidden = hidden + attention._modules[wiring.projections[-1]](attended)
     return hidden + answer, (keys, values), plain.after.apply(hidden, weight_of(wiring.after))

@@ -7,7 +7,7 @@ last tokens of each channel by weights of the channel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.products import native_products
 from moechat.models.decode.stand_ins import random_projections
@@ -73,18 +73,7 @@ def recognise_short_convs(model: nn.Module) -> dict[nn.Module, ShortConv]:
     Args:
         model: Its weights are on the CPU, but for its projections.
     """
-    tried: dict[Any, bool] = {}
-    found = {}
-    for module in model.modules():
-        short = _described(module)
-        if short is None:
-            continue
-        kind = replace(short, mixer=type(module), index=0), layer_kind(module)
-        if kind not in tried:
-            tried[kind] = _agrees(short)
-        if tried[kind]:
-            found[module] = short
-    return found
+    return agreeing_modules(model, _described, _agrees)
 
 
 def _described(module: Any) -> ShortConv | None:

@@ -83,7 +83,7 @@ class TogetherPass:
         """
         if not 1 <= len(tokens) == len(caches) <= self.most or not all(map(self._supports, caches)):
             return None
-        if self._ends.placeholders.intersection(tokens):
+        if self._ends.media_ids.intersection(tokens):
             return None
         if self._usable is None:
             self._divide_products()

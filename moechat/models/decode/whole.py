@@ -178,7 +178,7 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
         cache: Any = named.get("past_key_values")
         if not supports(input_ids, cache, named):
             return None
-        if ends.placeholders and int(input_ids) in ends.placeholders:
+        if ends.media_ids and int(input_ids) in ends.media_ids:
             return None
         hidden = ends.embed(input_ids)
         each = ends.angles(hidden, cache.get_seq_length())

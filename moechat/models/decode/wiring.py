@@ -123,7 +123,7 @@ _KNOWN_ARGUMENTS = frozenset(
 class Wiring:
     """A decoder layer: ``a = x + attention(before(x))``, then ``a + mlp(after(a))``.
 
-    Of Gemma 4's layers, which have more parts, ``mlp`` is the dense one beside the experts.
+    In Gemma 4's layers, which have more parts, ``mlp`` is the dense feed-forward part.
 
     Attributes:
         before: Norm of its inputs.
@@ -156,6 +156,11 @@ class Wiring:
     def projections(self) -> tuple[str, str, str, str]:
         """Names of the attention's projections: to queries, keys and values, and the last one."""
         return (*_INPUTS, next((name for name in _OUTPUTS if hasattr(self.attention, name)), _OUTPUTS[0]))
+
+    @property
+    def softplus(self) -> bool:
+        """Whether softplus activates the results of :attr:`gate`, in place of a sigmoid."""
+        return "softplus" in _names(type(self.attention).forward.__code__)
 
     @property
     def head_norms(self) -> tuple[str, str]:
