@@ -62,7 +62,7 @@ class BlockLayout:
     Args:
         hidden_size: Columns of gate and up, rows of down; 1 to 2**20.
         intermediate_size: Neurons of an expert; 1 to 2**20.
-        bits: 2, 3, 4, 8 or 16.
+        bits: 2, 3, 4, 6, 8 or 16.
         fp16: 16-bit values are fp16 patterns instead of bf16.
         has_bias: Records carry gate, up and down biases.
         gated: Records carry gate and up; else one input projection, called gate, and no up.
@@ -419,14 +419,14 @@ def pack_quantized(
 ) -> None:
     """Write one expert, already quantised in groups of 64 along the columns, as block records.
 
-    At 8 bits a weight is ``(q - zero) * scale``; below, ``(q * factor - offset) * step`` with a factor and an
-    offset for each half of a group. The matrices are padded here.
+    At 6 and 8 bits a weight is ``(q - zero) * scale``; at 2 to 4, ``(q * factor - offset) * step``
+    with a factor and an offset for each half of a group. The matrices are padded here.
 
     Args:
         layout: Format of the records, below 16 bits.
         gate_q: Codes [intermediate, hidden], C order.
         gate_s: Scales [intermediate, ceil(hidden / 64)], C order: scale words (:func:`fit_scale_words`), or
-            at 8 bits the float16 pattern of the scale plus 65536 times that of the zero.
+            at 6 and 8 bits the float16 pattern of the scale plus 65536 times that of the zero.
         up_q: As ``gate_q``; ``None`` if the layout has no up.
         up_s: As ``gate_s``.
         down_q: Codes [hidden, intermediate].
@@ -436,8 +436,8 @@ def pack_quantized(
         threads: Upper limit for this call.
 
     Raises:
-        ValueError: Shapes or types do not match, a code exceeds the bits, at 8 bits a scale or zero is not
-            finite.
+        ValueError: Shapes or types do not match, a code exceeds the bits, at 6 or 8 bits a scale or zero is
+            not finite.
     """
 
 def max_quantisable(bits: int) -> float:
@@ -538,7 +538,7 @@ class LinearLayout:
     Args:
         rows: 1 to 2^20.
         cols: 1 to 2^20.
-        bits: 2, 3, 4 or 8; or the name of a kept encoding, of which ``cols`` must be whole blocks.
+        bits: 2, 3, 4, 6 or 8; or the name of a kept encoding, of which ``cols`` must be whole blocks.
 
     Raises:
         ValueError: A size, ``bits`` or the encoding is out of range.

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 BLOCK_NEURONS = 64
 GROUP_SIZE = 64  # columns that are packed together
-SUPPORTED_BITS = (2, 3, 4, 8, 16)
+SUPPORTED_BITS = (2, 3, 4, 6, 8, 16)
+MOST_HALVED_BITS = 4  # with them or fewer, both halves of such columns have a scale and a zero of their own
+# Of kept encodings; manifests have them, and 6 was not there when the first were written.
+_NOMINAL_BITS = (2, 3, 4, 8)
 DEFAULT_BITS = 4  # of experts that are quantised
 KEEP = 0  # in place of bits: the encodings that the source has
 # Kept encodings that no GGUF file has: those of quantised safetensors.
 CHECKPOINT_ENCODINGS = frozenset({"int4", "int4_32", "int8", "int8_32", "nvfp4", "fp8"})
 # Those whose products are float32 on the CPU, which takes longer than with integers; of dense matrices only.
 FLOAT_ENCODINGS = frozenset({"fp8"})
-DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
+DENSE_BITS = (4, 6, 8, 16)  # of dense (non-expert) weights
 AUTO_BITS = "auto"  # dense weights: chosen for each matrix
 DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
 ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
@@ -40,7 +43,7 @@ PLAIN_KV_BITS, PACKED_KV_BITS = KV_BITS = (16, 8)  # of keys and values: in the 
 
 def scale_columns(bits: int) -> int:
     """Columns that share a scale and a zero, at 8 bits or fewer."""
-    return GROUP_SIZE if bits == 8 else GROUP_SIZE // 2
+    return GROUP_SIZE // 2 if bits <= MOST_HALVED_BITS else GROUP_SIZE
 
 
 def encodings_title(kept: Iterable[tuple[str, str]]) -> str:
@@ -64,7 +67,7 @@ def nominal_bits(kept: Iterable[tuple[str, str]], *, gated: bool = True) -> int:
     pairs = list(kept)
     inputs = 2 if gated else 1
     mean = sum(inputs * bits[first] + bits[down] for first, down in pairs) / ((inputs + 1) * len(pairs))
-    return min((b for b in SUPPORTED_BITS if b <= 8), key=lambda b: abs(b - mean))
+    return min(_NOMINAL_BITS, key=lambda b: abs(b - mean))
 
 
 class Activation(StrEnum):
@@ -152,8 +155,8 @@ class ExpertGeometry:
         hidden_size: Columns of gate and up, rows of down.
         intermediate_size: Neurons of one expert before padding to blocks of 64.
         num_experts: Experts in a layer.
-        bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised). Of kept encodings the
-            nearest of the first four to the mean bits of their codes: their kernels are about as fast, except
+        bits: 2, 3, 4, 6, 8 (quantised) or 16 (the checkpoint's values, not quantised). Of kept encodings the
+            nearest of 2, 3, 4 and 8 to the mean bits of their codes: their kernels are about as fast, except
             for :attr:`grid_share`.
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
         gate: The computation between the projections; of the first layer if they differ.

@@ -156,7 +156,7 @@ class LoadOptions:
     is a number of bytes afterwards.
 
     Attributes:
-        bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or the bits of a finished store.
+        bits: 2, 3, 4, 6, 8 or 16 bits an expert weight; ``None`` takes 4, or the bits of a finished store.
         device: ``cpu``, or a CUDA GPU: ``cuda``, ``cuda:1``; ``None``: a GPU if ``vram`` is given.
         vram: With a GPU: bytes of its memory for everything; ``None`` takes what is free, less a twentieth.
             Experts that do not fit beside the rest are copied there when they are needed.
@@ -171,8 +171,8 @@ class LoadOptions:
         dtype: Type that the dense part computes in: ``float32``, ``bfloat16``, ``float16`` or ``auto``
             (bfloat16 where the device multiplies it natively, else float32, on a GPU float16).
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
-            checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8 and 4 pack them like the
-            experts, except embeddings and routers. ``auto``: 8 or 4, see
+            checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8, 6 and 4 pack them like
+            the experts, except embeddings and routers. ``auto``: 6 or 4, see
             :func:`moechat.models.dense_form.automatic_parts`; on a GPU 16. Weights that a store has in the
             encoding of a GGUF file or of quantised safetensors stay as they are with ``auto`` and 16, FP8 on
             the CPU with 16 only.

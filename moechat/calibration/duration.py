@@ -24,7 +24,7 @@ def calibrated_seconds(plan: CheckpointPlan, bits: int, top_k: int) -> float:
 
     Args:
         plan: Of the checkpoint.
-        bits: Bits per expert weight, below 8.
+        bits: Bits per expert weight, 2 to 4.
         top_k: Experts per token and layer.
     """
     whole = plan.geometry(bits)

@@ -32,7 +32,9 @@ class ModelOptions:
     bits: Annotated[
         int | None,
         option(
-            "BITS", "Bits of an expert weight: 2, 3, 4, 8 or 16 (4 if it has to be converted).", complete_bits
+            "BITS",
+            "Bits of an expert weight: 2, 3, 4, 6, 8 or 16 (4 if it has to be converted).",
+            complete_bits,
         ),
     ] = None
     threads: Annotated[int | None, option("N", "CPU threads; the physical cores if not given.")] = None
@@ -46,7 +48,7 @@ class ModelOptions:
         str,
         option(
             "BITS",
-            "Bits of a dense weight: auto, 16 as in the checkpoint, or 8 or 4, which are smaller and faster.",
+            "Bits of a dense weight: auto, 16 as in the checkpoint, or 8, 6 or 4, smaller and faster.",
             complete_dense_bits,
         ),
     ] = str(LoadOptions.dense_bits)

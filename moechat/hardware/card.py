@@ -105,7 +105,7 @@ class Card(Protocol):
         ...
 
     def dense(self, bits: int, tokens: int) -> Task:
-        """Products with dense weights: 16 bits, or packed in 8 or 4."""
+        """Products with dense weights: 16 bits, or packed in 8, 6 or 4."""
         ...
 
     def link(self, memory: npt.NDArray[np.uint8], *, pinned: bool, buffer_bytes: int) -> _native.Link:

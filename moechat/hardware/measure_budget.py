@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moechat.geometry import SUPPORTED_BITS
 from moechat.hardware.memory import available_bytes
 
 # Bytes of one transfer, about a block (216 KiB for a hidden size of 2048 at 4 bits), and of contiguous
@@ -58,7 +59,7 @@ class Budget:
     compute_seconds: float = 0.3
     many_seconds: float = 0.1
     together_seconds: float = 0.5
-    bits: tuple[int, ...] = (2, 3, 4, 8, 16)
+    bits: tuple[int, ...] = SUPPORTED_BITS
     gpu_seconds: float = 20.0
     build_seconds: float = 60.0
     gpu_cell_seconds: float = 0.05
@@ -70,7 +71,7 @@ class Budget:
     gpu_depths: tuple[int, ...] = (1, 4, 16, 64)
     gpu_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512)
     many_tokens: int = 512
-    dense_bits: tuple[int, ...] = (16, 8, 4)
+    dense_bits: tuple[int, ...] = (16, 8, 6, 4)
     pin_chunk: int = 512 << 20
     pin_most: int = 8 << 30
     pin_seconds: float = 3.0

@@ -148,7 +148,7 @@ def _scaled(figure: Figure, factor: float) -> Figure:
 
 def _rank(bits: int) -> tuple[int, int]:
     """Order of encodings by use."""
-    order = (4, 8, 3, 16, 2)
+    order = (4, 8, 3, 6, 16, 2)
     return order.index(bits) if bits in order else len(order), bits
 
 

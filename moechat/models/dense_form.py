@@ -31,8 +31,10 @@ _LEAST_SIDE = 16
 # one kind of matrix and 8 for all others changed the perplexity by 0.0 % (output projection), 0.1 % (query
 # and key), 0.2 % (value) and 0.5 % (head).
 _FOUR_BITS = frozenset({"q_proj", "k_proj", "o_proj"})
-# Of the head, rows of the first tokens keep 8 bits: tokenizers number their pieces by frequency. That changed
-# the perplexity by 0.3 % with an eighth of the rows, by 0.2 % with a quarter, by 0.1 % with half.
+# All other matrices, of which most kinds have not been measured.
+_OTHER_BITS = 6
+# Of the head, rows of the first tokens have them too: tokenizers number their pieces by frequency. With 8
+# bits that changed the perplexity by 0.3 % (an eighth of the rows), 0.2 % (a quarter) and 0.1 % (half).
 _HEAD = "lm_head"
 _WIDE_ROWS = 1 / 8
 _TILE_ROWS = 16
@@ -43,8 +45,8 @@ Part = tuple[int, int, int | str]
 def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
     """Parts of a matrix with ``auto`` that is packed, from the first row on: rows, columns and bits of each.
 
-    Query, key and output projections have 4 bits, the head 8 for its first rows and 4 for the others, all
-    other matrices 8.
+    Query, key and output projections have 4 bits, the head 6 for its first rows and 4 for the others, all
+    other matrices 6.
 
     Args:
         name: Of its layer in the model.
@@ -54,8 +56,8 @@ def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
     kind = name.rpartition(".")[2]
     wide = round(rows * _WIDE_ROWS / _TILE_ROWS) * _TILE_ROWS
     if kind == _HEAD and wide > 0:
-        return (wide, cols, 8), (rows - wide, cols, 4)
-    return ((rows, cols, 4 if kind in _FOUR_BITS else 8),)
+        return (wide, cols, _OTHER_BITS), (rows - wide, cols, 4)
+    return ((rows, cols, 4 if kind in _FOUR_BITS else _OTHER_BITS),)
 
 
 def packed_bytes(rows: int, cols: int, bits: int) -> int:
@@ -128,8 +130,8 @@ class DenseForm:
     """Form of the dense weights in memory.
 
     Attributes:
-        bits: 16: as stored; 8 or 4: quantised; ``auto``: as stored where the weights are encoded, but not in
-            FP8, else quantised, each in its own.
+        bits: 16: as stored; 8, 6 or 4: quantised; ``auto``: as stored where the weights are encoded, but
+            not in FP8, else quantised, each in its own.
         activation_bits: Type of the inputs in products with packed weights.
         linears: Names of the layers that are not torch's, with rows and columns.
         embeddings: Names of the embeddings that keep the stored type.
@@ -257,7 +259,7 @@ def choose_form(
         skeleton: A model on the meta device.
         stored: Stored type of each weight, by its name in the model. Weights combined from several types or
             split from one tensor are missing here and stay torch tensors.
-        bits: 16, 8, 4 or ``auto``.
+        bits: 16, 8, 6, 4 or ``auto``.
         activation_bits: 8, 16 or 32.
         encodings: Encoding of each weight that has one in the store, by its name in the model.
         reads: Reads seen in a trial pass.

@@ -1,5 +1,5 @@
-"""Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, 8 or 4 bits
-packed in groups, or the encoding of their source.
+"""Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, 8, 6 or 4
+bits packed in groups, or the encoding of their source.
 
 They replace ``nn.Linear`` and ``nn.Embedding`` modules. In decoding, dense weights are most of the bytes read
 per token, so they are neither widened nor copied:
@@ -162,7 +162,7 @@ class StoredLinear(_Dense):
 
 
 class PackedLinear(_Dense):
-    """``nn.Linear`` with its weights packed in 8 or 4 bits, or in the encoding of their source.
+    """``nn.Linear`` with its weights packed in 8, 6 or 4 bits, or in the encoding of their source.
 
     Args:
         layout: Layout of the packed weights.

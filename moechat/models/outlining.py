@@ -76,7 +76,7 @@ def outline_model(
     Args:
         config: From :func:`read_config` or :func:`known_config`.
         dtype: Compute type of the dense weights.
-        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
+        dense_bits: Bits per dense weight: 16, 8, 6, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
         kv_bits: Bits of a key or value in the attention cache: 16 or 8.
         on_gpu: The dense part runs on a GPU.
@@ -159,7 +159,7 @@ def outline_skeleton(
         skeleton: A model without weights; its modules are restored at the end.
         dtype: Compute type of the dense weights.
         source: Names, types and shapes of the weights.
-        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
+        dense_bits: Bits per dense weight: 16, 8, 6, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
         kv_bits: Bits of a key or value in the attention cache: 16 or 8.
         on_gpu: The dense part runs on a GPU.

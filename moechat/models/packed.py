@@ -1,6 +1,6 @@
 """Packs dense layers during loading.
 
-:func:`pack_layers` quantises them to 8 or 4 bits, for CPU or GPU; :mod:`moechat.models.packed_file` caches
+:func:`pack_layers` quantises them to 8, 6 or 4 bits, for CPU or GPU; :mod:`moechat.models.packed_file` caches
 the result. :func:`keep_layers` rearranges encoded rows of a store.
 """
 

@@ -29,7 +29,7 @@ def find_outline(
     Args:
         config: Its configuration.
         dtype: Compute type of the dense weights, by its name in torch.
-        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
+        dense_bits: Bits per dense weight: 16, 8, 6, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
         kv_bits: Bits of a key or value in the attention cache: 16 or 8.
         on_gpu: The dense part runs on a GPU.

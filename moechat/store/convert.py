@@ -61,7 +61,7 @@ def convert(
         checkpoint: The source.
         plan: Its experts and dense tensors.
         destination: Directory of the store; its parent is created.
-        bits: 2, 3, 4, 8 or 16 bits per expert weight, or :data:`moechat.geometry.KEEP`.
+        bits: 2, 3, 4, 6, 8 or 16 bits per expert weight, or :data:`moechat.geometry.KEEP`.
         source_name: Origin of the weights, for display.
         revision: Commit of the hub repository, if any.
         quantizer: One of :data:`moechat.store.quantizer.QUANTIZERS`.

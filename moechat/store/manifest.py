@@ -26,12 +26,13 @@ from moechat.store.safetensors_file import strict_json
 # Stores whose experts keep the encodings of their source, have no gate projection, or gates that differ by
 # layer, have format 3, all others 2.
 # Stores with dense weights in the encodings of GGUF files have format 4; stores with any weights in those of
-# quantised checkpoints have format 5.
-FORMAT_VERSION = 5
+# quantised checkpoints have format 5, stores with experts of 6 bits format 6.
+FORMAT_VERSION = 6
+_CHECKPOINT_FORMAT = 5
 _DENSE_FORMAT = 4
 _EXPERTS_FORMAT = 3
 _QUANTISED_FORMAT = 2
-# Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
+# Format 1 had other scales for weights of 2 to 4 bits; at 8 and 16 bits the formats are the same.
 _SAME_FROM_BITS = 8
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -417,8 +418,10 @@ def _gate(gate: _Reader) -> dict[str, Any]:
 
 def _format_of(geometry: ExpertGeometry) -> int:
     """The format that experts need."""
-    if any(not CHECKPOINT_ENCODINGS.isdisjoint(pair) for pair in geometry.kept):
+    if geometry.bits == 6:
         return FORMAT_VERSION
+    if any(not CHECKPOINT_ENCODINGS.isdisjoint(pair) for pair in geometry.kept):
+        return _CHECKPOINT_FORMAT
     newer = geometry.kept or geometry.layer_gates or not geometry.gate.gated
     return _EXPERTS_FORMAT if newer else _QUANTISED_FORMAT
 
@@ -428,7 +431,7 @@ def dense_format(encodings: Iterable[str]) -> int:
     found = set(encodings)
     if not found:
         return 0
-    return _DENSE_FORMAT if found.isdisjoint(CHECKPOINT_ENCODINGS) else FORMAT_VERSION
+    return _DENSE_FORMAT if found.isdisjoint(CHECKPOINT_ENCODINGS) else _CHECKPOINT_FORMAT
 
 
 def _kept(pairs: Any) -> list[list[str]]:

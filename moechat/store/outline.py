@@ -76,7 +76,7 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
     Args:
         checkpoint: The source.
         plan: Its experts and dense tensors.
-        bits: 2, 3, 4, 8 or 16, or :data:`moechat.geometry.KEEP`.
+        bits: 2, 3, 4, 6, 8 or 16, or :data:`moechat.geometry.KEEP`.
 
     Raises:
         CheckpointError: Plan and tensors contradict each other; the message names the tensor.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moechat import _native
 from moechat.errors import UsageError
-from moechat.geometry import GROUP_SIZE, KEEP, ExpertGeometry, scale_columns
+from moechat.geometry import GROUP_SIZE, KEEP, MOST_HALVED_BITS, ExpertGeometry, scale_columns
 
 # By least squares, with feedback from inputs that were measured (moechat.store.calibrated).
 CALIBRATED = "calibrated"
@@ -153,7 +153,7 @@ class _HqqPacker:
             device=self._device,
         )
         scale, zero = (meta[name].float().reshape(rows, -1) for name in ("scale", "zero"))
-        if bits != 8:
+        if bits <= MOST_HALVED_BITS:
             # hqq gives a group of nearly equal weights the scale 1. Two groups of a row share a step here, so
             # that scale would leave the other group without precision.
             low, high = weights.reshape(rows, -1, scale_columns(bits)).aminmax(dim=2)
@@ -175,7 +175,7 @@ def stored_scales(
     """Scales for the native core, and the scales and zeros that they stand for.
 
     Args:
-        bits: 2, 3, 4 or 8.
+        bits: 2, 3, 4, 6 or 8.
         scales: float32 ``[rows, parts]``, parts of :func:`moechat.geometry.scale_columns` columns; at 2 to 4
             bits an even number of parts.
         zeros: As ``scales``, in codes.
@@ -183,7 +183,7 @@ def stored_scales(
     Returns:
         uint32 ``[rows, groups]`` for :func:`moechat._native.pack_quantized`, then scales and zeros as stored.
     """
-    if bits == 8:
+    if bits > MOST_HALVED_BITS:
         low, high = (part.clip(-_FP16_MAX, _FP16_MAX).astype(np.float16) for part in (scales, zeros))
         words = low.view(np.uint16) | high.view(np.uint16).astype(np.uint32) << np.uint32(16)
         return words, low.astype(np.float32), high.astype(np.float32)

@@ -265,7 +265,7 @@ void kept_encodings() {
 void tokens_together_or_alone() {
   const std::int64_t sizes[][2] = {{17, 5}, {80, 130}, {300, 200}};
   unsigned seed = 100;
-  for (const int bits : {2, 3, 4, 8, 16}) {
+  for (const int bits : {2, 3, 4, 6, 8, 16}) {
     for (const auto& size : sizes) {
       for (const int tokens : {8, 13, 150}) {
         if (tokens == 150 && size[0] != 80) continue;
@@ -304,7 +304,7 @@ struct Packed {
 
 void packed_matrices() {
   std::mt19937 generator(12);
-  for (const int bits : {2, 3, 4, 8}) {
+  for (const int bits : {2, 3, 4, 6, 8}) {
     for (const std::int64_t cols : {1, 63, 64, 200}) {
       for (const std::int64_t rows : {1, 16, 333}) {
         const Packed packed(generator, rows, cols, bits);

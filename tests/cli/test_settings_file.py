@@ -71,7 +71,7 @@ def test_a_setting_for_all_commands_applies_where_the_option_exists(cli: Cli) ->
         ("leftovers = true", "sets 'leftovers', which is no option", ""),
         ("[rm]\nbits = 4", "sets 'bits', which is no option of rm", ""),
         ("[show]\nbits = 4", "sets 'bits', which is no option of show", ""),
-        ("bits = 5", "--bits is 5 (--bits is from config.toml)", "choose one of: 2, 3, 4, 8, 16"),
+        ("bits = 5", "--bits is 5 (--bits is from config.toml)", "choose one of: 2, 3, 4, 6, 8, 16"),
         ("ram = 'much'", "'much' is not a size (--ram is from config.toml)", "write a number"),
         ("#" + "x" * (1 << 20), "has more than 1,048,576 bytes", ""),
     ],

@@ -92,11 +92,11 @@ def test_an_unknown_name_is_refused(name: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message", "hint"),
     [
-        ({"bits": 5}, "bits is 5", "choose one of: 2, 3, 4, 8, 16"),
+        ({"bits": 5}, "bits is 5", "choose one of: 2, 3, 4, 6, 8, 16"),
         ({"bits": "4"}, "bits is '4'", "choose one of"),
         ({"bits": True}, "bits is True", "choose one of"),
         ({"bits": 4.0}, "bits is 4.0", "choose one of"),
-        ({"dense_bits": None}, "dense_bits is None", "choose one of: auto, 4, 8, 16"),
+        ({"dense_bits": None}, "dense_bits is None", "choose one of: auto, 4, 6, 8, 16"),
         ({"activation_bits": 4}, "activation_bits is 4", "choose one of: 8, 16, 32"),
         ({"kv_bits": 4}, "kv_bits is 4", "choose one of: 16, 8"),
         ({"kv_bits": "8"}, "kv_bits is '8'", "choose one of: 16, 8"),

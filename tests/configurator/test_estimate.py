@@ -275,7 +275,7 @@ def test_reference_machines_give_plausible_times_and_no_measured_ones(name: str)
 @given(
     experts=st.integers(1, 256),
     blocks=st.integers(1, 300),
-    bits=st.sampled_from([2, 3, 4, 8, 16]),
+    bits=st.sampled_from([2, 3, 4, 6, 8, 16]),
     context=st.integers(0, 1 << 20),
     name=st.sampled_from(reference_names()),
     near=st.sampled_from(["gpu", "ram"]),

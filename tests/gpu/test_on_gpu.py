@@ -53,7 +53,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 16])
 def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
     with moechat.load(model, bits=bits, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         expected = engine.logits(PROMPT)
@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
         assert engine.describe().device == "cuda:0"
 
 
-@pytest.mark.parametrize("dense_bits", [8, 4])
+@pytest.mark.parametrize("dense_bits", [8, 6, 4])
 def test_logits_are_those_of_the_cpu_with_the_same_dense_bits(model: Path, dense_bits: int) -> None:
     # More than a few tokens, and a few.
     prompts = (PROMPT, PROMPT[:5])
@@ -84,7 +84,7 @@ def test_packed_dense_weights_take_less_of_a_budget_that_holds(model: Path) -> N
     assert taken[4] < taken[16]
 
 
-@pytest.mark.parametrize("dense_bits", [8, 4])
+@pytest.mark.parametrize("dense_bits", [8, 6, 4])
 def test_packed_dense_weights_give_the_same_answer_at_every_budget(model: Path, dense_bits: int) -> None:
     results = []
     for pages in (2, None):

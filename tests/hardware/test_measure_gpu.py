@@ -46,7 +46,7 @@ def gpu(card: PlayedCard, budget: Budget = BUDGET) -> tuple[GpuFigures, CardRoun
 
 @pytest.fixture(scope="module")
 def measured() -> GpuFigures:
-    found, rounds = gpu(PlayedCard(), replace(BUDGET, bits=(2, 3, 4, 8, 16)))
+    found, rounds = gpu(PlayedCard(), replace(BUDGET, bits=(2, 3, 4, 6, 8, 16)))
     assert rounds.missing == {}
     return found
 
@@ -80,7 +80,7 @@ def test_rates_are_those_of_the_gpu(measured: GpuFigures) -> None:
     for bits in (16, 8, 4):
         assert measured.dense_rate[bits].value == pytest.approx(0.85 * speeds.bandwidth, rel=0.03)
         assert measured.dense_flops[bits].value == pytest.approx(speeds.flops, rel=0.03)
-    assert list(measured.expert_rate) == [2, 3, 4, 8, 16]
+    assert list(measured.expert_rate) == [2, 3, 4, 6, 8, 16]
     for bits, by_tokens in measured.expert_rate.items():
         assert list(by_tokens) == [1, 2, 4, 8, 16, 64, 512]
         assert by_tokens[1].value == pytest.approx(0.75 * speeds.bandwidth, rel=0.03)

@@ -390,7 +390,7 @@ def test_each_expert_is_computed_once_before_any_is_again() -> None:
     assert passes.nbytes == 4 * experts.records[0].nbytes
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 16])
 def test_rates_count_what_was_computed(bits: int) -> None:
     experts = ExpertMemory(64 * MIB).fill(bits)
     assert experts.layout.bits == bits

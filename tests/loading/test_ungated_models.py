@@ -29,7 +29,7 @@ def answer(model: Path, bits: int, **options: object) -> list[int]:
         return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=8, temperature=0.0)]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_every_budget_gives_the_same_tokens(model: Path, bits: int) -> None:
     near = answer(model, bits)
     for pages in (3, 6):

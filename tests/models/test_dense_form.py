@@ -53,7 +53,7 @@ def test_sixteen_bits_halve_what_float32_takes() -> None:
     assert form.head_bytes == 2 * model.lm_head.weight.numel()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_a_tied_head_is_packed_and_its_embedding_kept(bits: int) -> None:
     skeleton, form = form_of("qwen3_moe", 1, bits)
     model: Any = skeleton.model
@@ -151,7 +151,7 @@ def test_layers_whose_weight_is_read_elsewhere_stay_torch_layers() -> None:
     assert "model.layers.0.self_attn.q_proj.weight" not in form.kept
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_packed_bytes_are_those_of_the_native_layout(bits: int) -> None:
     for rows, cols in ((1, 1), (16, 64), (17, 65), (1000, 72), (128, 4096)):
         assert packed_bytes(rows, cols, bits) == _native.LinearLayout(rows, cols, bits).nbytes
@@ -160,7 +160,7 @@ def test_packed_bytes_are_those_of_the_native_layout(bits: int) -> None:
 def test_the_title_names_the_bits_of_each_kind() -> None:
     changes = {"vocab_size": 512, "hidden_size": 64}
     assert form_of("qwen3_moe", 0, "auto", **changes)[1].title == (
-        "k_proj, o_proj, q_proj 4 bits; v_proj 8 bits; lm_head 8 and 4 bits; others not packed"
+        "k_proj, o_proj, q_proj 4 bits; lm_head 6 and 4 bits; v_proj 6 bits; others not packed"
     )
     assert form_of("qwen3_moe", 0, 8)[1].title == (
         "k_proj, lm_head, o_proj, q_proj, v_proj 8 bits; others not packed"

@@ -118,7 +118,7 @@ def test_an_embedding_widens_what_is_looked_up() -> None:
     assert (embedding.num_embeddings, embedding.nbytes) == (50, 1600)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("activation_bits", [32, 16, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_products_are_those_of_the_packed_weights(

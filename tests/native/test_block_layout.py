@@ -7,7 +7,7 @@ from integer_model import Matrix
 from moechat import _native
 
 sizes = st.integers(1, 9000)
-bit_widths = st.sampled_from((2, 3, 4, 8, 16))
+bit_widths = st.sampled_from((2, 3, 4, 6, 8, 16))
 FIELDS = ("gate_q", "up_q", "down_q", "gate_sz", "up_sz", "down_sz", "gate_bias", "up_bias", "down_bias")
 
 
@@ -110,6 +110,22 @@ def test_codes_lie_where_the_format_says(bits):
         words = words_of(records[block], layout.down_q, hidden // 16 * steps)
         code = (words[tile * steps + step, lane] >> (slot * bits)) & ((1 << bits) - 1)
         assert code == parts[2][0][row, block * 64 + col]
+
+
+def test_six_bit_codes_lie_in_two_planes():
+    rng = np.random.default_rng(6)
+    layout = _native.BlockLayout(64, 64, 6)
+    parts = quantised_parts(rng, 64, 64, 6)
+    records = np.empty((1, layout.record_bytes), np.uint8)
+    _native.pack_quantized(layout, *[a for part in parts for a in part], None, records)
+    words = words_of(records[0], layout.up_q, 4 * 12).reshape(4, 12, 16)
+    for row in range(64):
+        for col in range(64):
+            tile, lane = divmod(row, 16)
+            low = words[tile, col // 8, lane] >> (4 * (col % 8)) & 15
+            place = 8 * (col % 8 // 2) + 4 * (col % 16 // 8) + 2 * (col % 2)
+            high = words[tile, 8 + col // 16, lane] >> place & 3
+            assert high << 4 | low == parts[1][0][row, col]
 
 
 def test_three_bit_codes_lie_in_two_planes():

@@ -62,7 +62,7 @@ def check(layout: _native.BlockLayout, records: np.ndarray, exact: bool) -> None
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 16])
 def test_packed_experts_are_computed_as_by_torch(bits: int, has_bias: bool) -> None:
     hidden, neurons = 96, 200
     rng = np.random.default_rng(bits)

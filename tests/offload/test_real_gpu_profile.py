@@ -47,7 +47,7 @@ def test_this_machines_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert 1e-6 < gpu.launch.value < 100e-6
     assert gpu.graph_node is not None
     assert gpu.graph_node.value < gpu.launch.value
-    for bits in (2, 3, 4, 8, 16):
+    for bits in (2, 3, 4, 6, 8, 16):
         rates = gpu.expert_rate[bits]
         # Blocks come from memory: a rate above it means that a cache was measured.
         assert 0.02 < rates[1].value / gpu.bandwidth.value < 1.1, bits

@@ -109,7 +109,7 @@ def test_a_cache_in_8_bits_is_measured_as_one(tmp_path: Path) -> None:
         (["demo"], "give --data or --text"),
         (["demo", "--text", "nowhere.txt"], "nowhere.txt"),
         (["olmoe-1b-7b:2"], "--work is needed"),
-        (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from auto, 4, 8, 16"),
+        (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from auto, 4, 6, 8, 16"),
         (["demo", "--activation-bits", "16,"], "choose from 8, 16, 32"),
         (["demo", "--kv-bits", "4"], "--kv-bits is '4'; choose from 16, 8"),
     ],

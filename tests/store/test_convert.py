@@ -390,7 +390,7 @@ def test_columns_of_one_value_do_not_cost_their_neighbours_precision(bits: int, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_hqq_on_a_gpu_is_as_close_to_the_weights_as_the_native_solver(tmp_path: Path, bits: int) -> None:
     source = write_mixtral(
         tmp_path / "source", layers=1, experts=2, hidden=192, intermediate=200, dtype="BF16"

@@ -28,7 +28,7 @@ def source(directory: Path, dtype: str) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4, 6, 8, 16])
 def test_experts_that_are_not_finite_are_refused_with_every_number_of_bits(
     tmp_path: Path, dtype: str, bits: int
 ) -> None:

@@ -33,7 +33,7 @@ def model(geometry: ExpertGeometry = GEOMETRY, **changes: object) -> SyntheticMo
     return SyntheticModel(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -15,7 +15,7 @@ from native_support import relative_error
 
 from moechat import _native
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 6, 8)
 SIZES = [(64, 64), (17, 5), (80, 130), (200, 96), (320, 256)]
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         layout = _native.LinearLayout(32, 192, bits)
         data = _native.pack_linear(layout, np.zeros((32, 192), np.float32))
         data[: layout.sz] = 0xFF
-        if bits == 8:  # scale 1, zero 0
+        if bits > 4:  # scale 1, zero 0
             data[layout.sz :].view(np.float16).reshape(2, 3, 2, 16)[:] = np.array([1, 0])[:, None]
         else:  # the largest factors, and no offsets to make the sums smaller
             data[layout.sz :].view(np.uint32)[:] = 0xC0 << 24 | 0xFF00

@@ -43,9 +43,9 @@ class Matrix:
     def random(cls, rng: np.random.Generator, rows: int, cols: int, bits: int) -> Matrix:
         groups = -(-cols // 64)
         codes = rng.integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
-        if bits == 8:
-            scales = (rng.random((rows, groups)) * 0.2 / 256).astype(np.float16).view(np.uint16)
-            zeros = (rng.random((rows, groups)) * 255).astype(np.float16).view(np.uint16)
+        if bits > 4:
+            scales = (rng.random((rows, groups)) * 0.2 / (1 << bits)).astype(np.float16).view(np.uint16)
+            zeros = (rng.random((rows, groups)) * ((1 << bits) - 1)).astype(np.float16).view(np.uint16)
             return cls(bits, codes, scales | zeros.astype(np.uint32) << np.uint32(16))
         words = rng.integers(0, 1 << 24, (rows, groups)).astype(np.uint32)
         steps = rng.integers(100, 160, (rows, groups)).astype(np.uint32)  # 2^-12 to 2^-4
@@ -56,18 +56,18 @@ class Matrix:
         return self.codes, self.scales
 
     def scale_and_zero(self) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [rows, groups], at 8 bits."""
+        """float32 [rows, groups], at 6 and 8 bits."""
         halves = (self.scales & 0xFFFF, self.scales >> 16)
         scale, zero = (half.astype(np.uint16).view(np.float16).astype(np.float32) for half in halves)
         return scale, zero
 
     def steps(self) -> np.ndarray:
-        """float32 [rows, groups], below 8 bits."""
+        """float32 [rows, groups], at 2 to 4 bits."""
         exponent, mantissa = self.scales >> 27, self.scales >> 24 & 7
         return (2.0 ** (exponent.astype(np.float64) - 24) * (1 + mantissa / 8)).astype(np.float32)
 
     def factors_and_offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [rows, groups, 2], below 8 bits."""
+        """int64 [rows, groups, 2], at 2 to 4 bits."""
         half = np.arange(2)
         words = self.scales.astype(np.int64)[:, :, None]
         return words >> (8 + 4 * half) & 15, words >> (16 * half) & 255
@@ -75,7 +75,7 @@ class Matrix:
     def values(self) -> np.ndarray:
         column = np.arange(self.codes.shape[1])
         codes = self.codes.astype(np.float64)
-        if self.bits == 8:
+        if self.bits > 4:
             scale, zero = (part.astype(np.float64)[:, column // 64] for part in self.scale_and_zero())
             return (codes - zero) * scale
         factors, offsets = (part[:, column // 64, column % 64 // 32] for part in self.factors_and_offsets())
@@ -90,7 +90,7 @@ class Matrix:
         acc = np.zeros((len(x), rows), np.float32)
         for g in range(integers.shape[1]):
             group = codes[:, g * 64 : g * 64 + 64]
-            if self.bits == 8:
+            if self.bits > 4:
                 isum = integers[:, g] @ group.T
                 sums = integers[:, g].sum(axis=1).astype(np.float32)[:, None]
                 scale, zero = (part[None, :, g] for part in self.scale_and_zero())
@@ -178,7 +178,14 @@ def linear_codes(layout: _native.LinearLayout, data: np.ndarray) -> Matrix:
         steps = words[:, :, first + column // per_word]  # [tiles, groups, 64, 16]
         return (steps >> (column % per_word * width)[:, None]) & ((1 << width) - 1)
 
-    codes = field(0, 2) + 4 * field(4, 1) if bits == 3 else field(0, bits)
+    if bits == 3:
+        codes = field(0, 2) + 4 * field(4, 1)
+    elif bits == 6:
+        high = words[:, :, 8 + column // 16]
+        place = 8 * (column % 8 // 2) + 4 * (column % 16 // 8) + 2 * (column % 2)
+        codes = field(0, 4) + 16 * (high >> place[:, None] & 3)
+    else:
+        codes = field(0, bits)
     matrix = codes.transpose(0, 3, 1, 2).reshape(tiles * 16, groups * 64)
     return Matrix(bits, matrix[: layout.rows, : layout.cols].astype(np.uint8), scales_of(layout, data))
 
@@ -186,7 +193,7 @@ def linear_codes(layout: _native.LinearLayout, data: np.ndarray) -> Matrix:
 def scales_of(layout: _native.LinearLayout, data: np.ndarray) -> np.ndarray:
     """The scales uint32 [rows, groups] of a packed linear matrix."""
     tiles, groups = -(-layout.rows // 16), -(-layout.cols // 64)
-    if layout.bits == 8:
+    if layout.bits > 4:
         halves = data[layout.sz :].view(np.uint16).reshape(tiles, groups, 2, 16).astype(np.uint32)
         words = halves[:, :, 0] | halves[:, :, 1] << np.uint32(16)
     else:

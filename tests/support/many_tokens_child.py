@@ -66,7 +66,7 @@ def digest(*arrays: np.ndarray) -> str:
 
 
 def experts(equal: dict[str, bool], digests: dict[str, str]) -> None:
-    for bits in (2, 3, 4, 8):
+    for bits in (2, 3, 4, 6, 8):
         for hidden, neurons, bias in SIZES:
             call = expert_call(bits + hidden, hidden, neurons, bits, bias)
             for activation_bits in (8, 16):
@@ -82,7 +82,7 @@ def experts(equal: dict[str, bool], digests: dict[str, str]) -> None:
 
 def repeated(close: dict[str, bool]) -> None:
     """An expert that gets the same token many times adds to its row each time."""
-    for bits in (4, 8):
+    for bits in (4, 6, 8):
         often = Call.random(bits, 200, 130, bits, bias=True, tokens=2, experts=1)
         weights = np.linspace(0.5, 1.5, 40, dtype=np.float32)
         tokens = np.arange(40, dtype=np.int32) % 2
@@ -96,7 +96,7 @@ def repeated(close: dict[str, bool]) -> None:
 
 def linear(equal: dict[str, bool], digests: dict[str, str]) -> None:
     rng = np.random.default_rng(1)
-    for bits in (2, 3, 4, 8):
+    for bits in (2, 3, 4, 6, 8):
         for rows, cols, biased in ((70, 200, True), (96, 700, False)):
             layout = _native.LinearLayout(rows, cols, bits)
             data = _native.pack_linear(layout, rng.standard_normal((rows, cols)).astype(np.float32))

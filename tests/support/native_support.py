@@ -23,7 +23,7 @@ GATES = {kind.value: Gate(kind) for kind in Activation} | {
 }
 # Of the others, static needs ranks and belady the future.
 POLICIES = tuple(name for name in _native.policy_names() if name not in ("static", "belady"))
-ENCODINGS = ((2, False), (3, False), (4, False), (8, False), (16, False), (16, True))
+ENCODINGS = ((2, False), (3, False), (4, False), (6, False), (8, False), (16, False), (16, True))
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 

@@ -22,6 +22,11 @@ def group_products(x, last, words, sz, real, BITS: tl.constexpr, FP16: tl.conste
         low = tl.load(words[:, :, :, None] + column // 16 * 16, mask=real[:, :, :, None], other=0)
         high = tl.load(words[:, :, :, None] + 64 + column // 32 * 16, mask=real[:, :, :, None], other=0)
         codes = ((low >> (column % 16 * 2)) & 3) + ((high >> column % 32) & 1) * 4
+    elif BITS == 6:
+        low = tl.load(words[:, :, :, None] + column // 8 * 16, mask=real[:, :, :, None], other=0)
+        high = tl.load(words[:, :, :, None] + 128 + column // 16 * 16, mask=real[:, :, :, None], other=0)
+        place = 8 * (column % 8 // 2) + 4 * (column % 16 // 8) + 2 * (column % 2)
+        codes = ((low >> (column % 8 * 4)) & 15) + ((high >> place) & 3) * 16
     else:
         COLUMNS: tl.constexpr = 32 // BITS
         packed = tl.load(words[:, :, :, None] + column // COLUMNS * 16, mask=real[:, :, :, None], other=0)
@@ -31,7 +36,7 @@ def group_products(x, last, words, sz, real, BITS: tl.constexpr, FP16: tl.conste
             weights = codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             weights = (codes << 16).to(tl.float32, bitcast=True)
-    elif BITS == 8:
+    elif BITS > 4:
         scale = tl.load(sz, mask=real, other=0.0).to(tl.float32)
         zero = tl.load(sz + 16, mask=real, other=0.0).to(tl.float32)
         weights = (codes.to(tl.float32) - zero[:, :, :, None]) * scale[:, :, :, None]

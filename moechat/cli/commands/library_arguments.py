@@ -143,8 +143,8 @@ def _download(
         int | None,
         option(
             "BITS",
-            "Bits of an expert weight: 2, 3, 4, 8 or 16. If not given 4; for an alias 3 where this machine "
-            "has so little memory that 3 are at least 1.5 times as fast.",
+            "Bits of an expert weight: 2, 3, 4, 6, 8 or 16. If not given 4; for an alias 3 where this "
+            "machine has so little memory that 3 are at least 1.5 times as fast.",
             complete_bits,
             show_default=False,
         ),

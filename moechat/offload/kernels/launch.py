@@ -36,7 +36,7 @@ def _few_tokens(geometry: ExpertGeometry, ordinal: int) -> int:
         forms = [kept_constants(encoding) for encoding in geometry.kept[ordinal]]
         many = any(form["SECOND"] or form["SUBS"] == 4 or form["TABLE"] == IQ4.value for form in forms)
         return 1 if many else 2
-    return 2 if geometry.bits == 3 else 4
+    return 2 if geometry.bits in (3, 6) else 4
 
 
 # Divisions that are kept: a decoded token's, and those of the last prompts.

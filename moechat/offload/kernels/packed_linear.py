@@ -1,4 +1,4 @@
-"""Dense layers whose weights lie packed in a GPU's memory, in 8 or 4 bits or a kept encoding.
+"""Dense layers whose weights lie packed in a GPU's memory, in 8, 6 or 4 bits or a kept encoding.
 
 A few tokens read the packed weights themselves: products and sums in float32, each token by programs of its
 own, so that its result does not depend on the others. Their programs run side by side, so the weights come
@@ -59,7 +59,7 @@ class DevicePackedLinear(nn.Module):
     """``nn.Linear`` with its weights packed on a GPU.
 
     Args:
-        layout: Of the packed weights; 8 or 4 bits, or a kept encoding.
+        layout: Of the packed weights; 8, 6 or 4 bits, or a kept encoding.
         data: uint8 ``[layout.nbytes]`` on the GPU, beginning at a multiple of 64 bytes; not copied.
         bias: ``[out_features]`` of any floating type, or ``None``.
         strips: Shared with the model's other layers.
@@ -188,7 +188,7 @@ def launches(form: int | str, dtype: str, *, has_bias: bool) -> list[Kernel]:
     """The kernels of packed layers, for compiling them ahead.
 
     Args:
-        form: 8 or 4 bits, or a kept encoding.
+        form: 8, 6 or 4 bits, or a kept encoding.
         dtype: Of inputs, bias and output, torch's name.
         has_bias: Whether the layers have a bias.
     """

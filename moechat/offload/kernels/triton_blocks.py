@@ -26,7 +26,7 @@ Every kernel is launched by :mod:`moechat.offload.kernels.launch`, which gives t
 import triton
 import triton.language as tl
 
-from moechat.offload.kernels.triton_scales import factor_of, offset_of, step_of
+from moechat.offload.kernels.triton_scales import MOST_WORD_BITS, factor_of, offset_of, step_of
 
 SILU = 0
 GELU = 1
@@ -49,6 +49,15 @@ def _codes(words, rows, BITS: tl.constexpr, ROWS: tl.constexpr):
         one = tl.arange(0, 32)
         high = (high[:, None, :] >> one[None, :, None]) & 1
         codes = tl.reshape(low, [64, ROWS]) | (tl.reshape(high, [64, ROWS]) << 2)
+    elif BITS == 6:
+        steps = tl.arange(0, 8)
+        columns = tl.arange(0, 8)
+        low = tl.load(words + steps[:, None] * 16 + rows[None, :])
+        low = (low[:, None, :] >> (4 * columns)[None, :, None]) & 15
+        high = tl.load(words + 128 + (steps // 2)[:, None] * 16 + rows[None, :])
+        places = 4 * (steps % 2)[:, None] + (8 * (columns // 2) + 2 * (columns % 2))[None, :]
+        high = (high[:, None, :] >> places[:, :, None]) & 3
+        codes = tl.reshape(low | (high << 4), [64, ROWS])
     else:
         COLUMNS: tl.constexpr = 32 // BITS
         STEPS: tl.constexpr = 64 // COLUMNS
@@ -100,7 +109,7 @@ def _many(
     """``total`` float32 ``[T, ROWS]`` plus the products of ``x`` ``[T, 64]`` with one group of weights.
 
     ``sz`` points to its scales in fp16, 16 of them and 16 zeros a tile; ``lanes`` ``[ROWS]`` is the offset of
-    each row's scale. Below 8 bits it points to scale words.
+    each row's scale. At 2 to 4 bits it points to scale words.
     """
     if BITS == 16:
         weights = _halves(words, rows, ROWS, FP16)
@@ -110,7 +119,7 @@ def _many(
             total = tl.dot(x, weights.to(tl.float32), total, input_precision="ieee")
     else:
         codes = _codes(words, rows, BITS, ROWS)
-        if BITS == 8:
+        if BITS > MOST_WORD_BITS:
             scale = tl.load(sz + lanes).to(tl.float32)
             zero = tl.load(sz + lanes + 16).to(tl.float32)
             products = tl.dot(x, _small_float(codes).to(x.dtype), input_precision="ieee")
@@ -211,13 +220,13 @@ def neurons(
         tile = neuron // 16
         lane = neuron % 16
         rows = tile * (GROUPS * GROUP_BYTES // 4) + lane
-        SCALES: tl.constexpr = 32 if BITS == 8 else 16
+        SCALES: tl.constexpr = 32 if BITS > MOST_WORD_BITS else 16
         lanes = tile * (GROUPS * SCALES) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         token = tl.load(item_token + begin + items, mask=items < count, other=0).to(tl.int64)
         gate_words = (record + GATE).to(tl.pointer_type(tl.int32))
         up_words = (record + UP).to(tl.pointer_type(tl.int32))
-        if BITS == 8:
+        if BITS > MOST_WORD_BITS:
             gate_sz = (record + GATE_SZ).to(tl.pointer_type(tl.float16))
             up_sz = (record + UP_SZ).to(tl.pointer_type(tl.float16))
         else:
@@ -292,7 +301,7 @@ def outputs(
         tile = output // 16
         lane = output % 16
         rows = tile * (GROUP_BYTES // 4) + lane
-        lanes = tile * (32 if BITS == 8 else 16) + lane
+        lanes = tile * (32 if BITS > MOST_WORD_BITS else 16) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
         spot = (begin + items).to(tl.int64)[:, None] * HIDDEN_PADDED + output[None, :]
@@ -304,7 +313,7 @@ def outputs(
             record = pages + tl.load(entry_page + entry).to(tl.int64) * RECORD
             slot = tl.load(entry_slot + entry).to(tl.int64) + items
             words = (record + DOWN).to(tl.pointer_type(tl.int32))
-            if BITS == 8:
+            if BITS > MOST_WORD_BITS:
                 sz = (record + DOWN_SZ).to(tl.pointer_type(tl.float16))
             else:
                 sz = (record + DOWN_SZ).to(tl.pointer_type(tl.int32))

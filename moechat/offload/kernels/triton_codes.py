@@ -16,6 +16,8 @@ Axes are (token, group, row). A thread keeps whole groups of rows, so that it me
 import triton
 import triton.language as tl
 
+from moechat.offload.kernels.triton_scales import MOST_WORD_BITS
+
 # Inputs are multiplied by 2^64; a code in the lowest bits of a word is a float32 of 2^-149 times its value.
 INPUT_EXPONENT = tl.constexpr(64)
 UNSCALED = tl.constexpr(2.0**85)
@@ -79,6 +81,23 @@ def _codes(
 
 
 @triton.jit
+def _high_codes(products, x, last, packed, FIRST: tl.constexpr, MASKED: tl.constexpr):
+    """Adds to ``products`` what the high two bits of codes of 6 bits are worth, in a word of 16 columns from
+    ``FIRST`` on; as :func:`_codes`.
+    """
+    low = packed.to(tl.uint32, bitcast=True)
+    high = low >> 16
+    for half in tl.static_range(2):
+        for place in tl.static_range(0, 16, 2):
+            column = half * 4 + place // 8 * 2 + place // 4 % 2 * 8 + place // 2 % 2
+            value = column_input(x, FIRST + column, last, MASKED)
+            code = (high if half else low) & (3 << place)
+            scaled = value * (2.0 ** (INPUT_EXPONENT + 4 - place))
+            products += scaled * code.to(tl.float32, bitcast=True)
+    return products
+
+
+@triton.jit
 def _halves(products, x, last, packed, FIRST: tl.constexpr, FP16: tl.constexpr, MASKED: tl.constexpr):
     """Adds the products of two columns of 16-bit weights, from ``FIRST`` on."""
     for column in tl.static_range(2):
@@ -106,6 +125,19 @@ def plane_words(words, real, FIRST: tl.constexpr, COUNT: tl.constexpr, PARTLY: t
     packed = (packed_words(words + FIRST * 16, real, PARTLY),)
     for step in tl.static_range(1, COUNT):
         packed = packed + (packed_words(words + (FIRST + step) * 16, real, PARTLY),)
+    return packed
+
+
+@triton.jit
+def _half_words(words, real, HALF: tl.constexpr, BITS: tl.constexpr, PARTLY: tl.constexpr):
+    """The words of half a group, of 6, 8 or 16 bits: ``BITS`` of each row, at 6 bits four with the low bits
+    and two with the high ones.
+    """
+    if BITS == 6:
+        low = plane_words(words, real, HALF * 4, 4, PARTLY)
+        packed = low + plane_words(words, real, 8 + HALF * 2, 2, PARTLY)
+    else:
+        packed = plane_words(words, real, HALF * BITS, BITS, PARTLY)
     return packed
 
 
@@ -154,10 +186,19 @@ def _wide(
     FP16: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the products with the words of half a group, of 8 or 16 bits, whose first column is ``FIRST``."""
+    """Adds the products with the words of half a group, of 6, 8 or 16 bits, whose first column is
+    ``FIRST``.
+    """
     for step in tl.static_range(BITS):
         if BITS == 16:
             products = _halves(products, x, last, packed[step], FIRST + step * 2, FP16, MASKED)
+        elif BITS == 6:
+            if step < 4:
+                products, sums = _codes(
+                    products, sums, x, last, packed[step], FIRST + step * 8, 4, INPUT_EXPONENT, MASKED
+                )
+            else:
+                products = _high_codes(products, x, last, packed[step], FIRST + (step - 4) * 16, MASKED)
         else:
             products, sums = _codes(
                 products, sums, x, last, packed[step], FIRST + step * 4, 8, INPUT_EXPONENT, MASKED
@@ -168,7 +209,7 @@ def _wide(
 @triton.jit
 def _scaled(products, sums, sz, real, BITS: tl.constexpr, PARTLY: tl.constexpr):
     """Values of the products of :func:`_wide`."""
-    if BITS == 8:
+    if BITS < 16:
         scale = packed_words(sz, real, PARTLY).to(tl.float32)
         zero = packed_words(sz + 16, real, PARTLY).to(tl.float32)
         products = (products * UNSCALED - sums * zero) * scale
@@ -193,13 +234,13 @@ def group_products(
         x: ``[T, G, 1]`` points to the first column of a group of each token.
         last: ``[1, G, 1]`` where the columns end, from there on.
         words: ``[1, G, R]`` points to the first word of a group of each row, in int32.
-        sz: ``[1, G, R]`` points to the scale of each row: at 8 bits in fp16, 16 of them and 16 zeros a tile;
-            below, scale words.
+        sz: ``[1, G, R]`` points to the scale of each row: at 6 and 8 bits in fp16, 16 of them and 16
+            zeros a tile; at 2 to 4, scale words.
         real: ``[1, 1, R]`` which rows there are.
         MASKED: Some columns are not there.
         PARTLY: Some rows are not there.
     """
-    if BITS < 8:
+    if BITS <= MOST_WORD_BITS:
         packed = plane_words(words, real, 0, 2 * BITS, PARTLY)
         scales = packed_words(sz, real, PARTLY)
         issue_loads()
@@ -208,7 +249,7 @@ def group_products(
         products = tl.zeros([x.shape[0], words.shape[1], words.shape[2]], dtype=tl.float32)
         sums = tl.zeros([x.shape[0], x.shape[1], 1], dtype=tl.float32)
         for half in tl.static_range(2):
-            packed = plane_words(words, real, half * BITS, BITS, PARTLY)
+            packed = _half_words(words, real, half, BITS, PARTLY)
             issue_loads()
             products, sums = _wide(products, sums, x, last, packed, 32 * half, BITS, FP16, MASKED)
         products = _scaled(products, sums, sz, real, BITS, PARTLY)
@@ -231,7 +272,7 @@ def pair_products(
     ``UP_SZ`` elements after the first one's.
     """
     every = tl.full([1, 1, 1], True, tl.int1)
-    if BITS < 8:
+    if BITS <= MOST_WORD_BITS:
         first = plane_words(words, every, 0, 2 * BITS, False)
         second = plane_words(words + UP, every, 0, 2 * BITS, False)
         scales = tl.load(sz)
@@ -244,8 +285,8 @@ def pair_products(
         up = tl.zeros_like(gate)
         sums = tl.zeros([x.shape[0], x.shape[1], 1], dtype=tl.float32)
         for half in tl.static_range(2):
-            first = plane_words(words, every, half * BITS, BITS, False)
-            second = plane_words(words + UP, every, half * BITS, BITS, False)
+            first = _half_words(words, every, half, BITS, False)
+            second = _half_words(words + UP, every, half, BITS, False)
             issue_loads()
             up, _ = _wide(up, sums, x, last, second, 32 * half, BITS, FP16, MASKED)
             gate, sums = _wide(gate, sums, x, last, first, 32 * half, BITS, FP16, MASKED)

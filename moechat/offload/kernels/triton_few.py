@@ -15,12 +15,13 @@ import triton.language as tl
 
 from moechat.offload.kernels.triton_blocks import activate
 from moechat.offload.kernels.triton_codes import group_products, pair_products
+from moechat.offload.kernels.triton_scales import MOST_WORD_BITS
 
 
 @triton.jit
 def _scales(record, PLACE: tl.constexpr, BITS: tl.constexpr):
     """Pointer to the scales of a matrix."""
-    if BITS == 8:
+    if BITS > MOST_WORD_BITS:
         pointer = (record + PLACE).to(tl.pointer_type(tl.float16))
     else:
         pointer = (record + PLACE).to(tl.pointer_type(tl.int32))
@@ -91,7 +92,7 @@ def blocks(
     high = tl.minimum(first_block + entries, (split + 1) * BLOCKS // SPLITS)
     if (chunk * TOKENS < count) & (low < high):
         WORDS: tl.constexpr = GROUP_BYTES // 4
-        SCALES: tl.constexpr = 32 if BITS == 8 else 16
+        SCALES: tl.constexpr = 32 if BITS > MOST_WORD_BITS else 16
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
         # What is read in place of an absent item is not stored.
@@ -109,7 +110,7 @@ def blocks(
             gate_words = (record + GATE).to(tl.pointer_type(tl.int32))
             gate_sz = _scales(record, GATE_SZ, BITS)
             UP_WORDS: tl.constexpr = (UP - GATE) // 4
-            UP_SCALES: tl.constexpr = (UP_SZ - GATE_SZ) // (2 if BITS == 8 else 4)
+            UP_SCALES: tl.constexpr = (UP_SZ - GATE_SZ) // (2 if BITS > MOST_WORD_BITS else 4)
             gates = tl.zeros([TOKENS, LANES, 64], dtype=tl.float32)
             ups = tl.zeros([TOKENS, LANES, 64], dtype=tl.float32)
             for first in range(0, GROUPS, LANES):

@@ -13,18 +13,42 @@ arguments.
 import triton
 import triton.language as tl
 
-from moechat.offload.kernels.triton_scales import factor_of, offset_of, step_of
+from moechat.offload.kernels.triton_scales import MOST_WORD_BITS, factor_of, offset_of, step_of
 
 
 @triton.jit
-def _codes(packed, column, BITS: tl.constexpr):
-    """Codes in float32 of the given columns of words int32.
+def _words(words, step, present, BITS: tl.constexpr):
+    """Words int32 of steps, numbered through all groups. At 6 bits, words with the low four bits of codes and
+    those with the high two.
+
+    Args:
+        words: Points to the first word of each row.
+        step: Numbers of steps: eight a group at 6 bits, else ``2 * BITS``.
+        present: Which words to read; others are 0.
+    """
+    if BITS == 6:
+        first = step // 8 * 12
+        low = tl.load(words + (first + step % 8) * 16, mask=present, other=0)
+        high = tl.load(words + (first + 8 + step % 8 // 2) * 16, mask=present, other=0)
+    else:
+        low = tl.load(words + step * 16, mask=present, other=0)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _codes(low, high, step, column, BITS: tl.constexpr):
+    """Codes in float32 of the given columns of the words of :func:`_words`.
 
     Set into the mantissa of 2²³, a code becomes a float by an OR and a subtraction, both exact. The
     conversion of integers has a quarter or less of their rate on most GPUs, which would be what a product
     waits for.
     """
-    codes = (packed >> (column * BITS)) & ((1 << BITS) - 1)
+    if BITS == 6:
+        place = column // 2 * 8 + step % 2 * 4 + column % 2 * 2
+        codes = (low >> (column * 4)) & 15 | ((high >> place) & 3) << 4
+    else:
+        codes = (low >> (column * BITS)) & ((1 << BITS) - 1)
     return (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
@@ -53,9 +77,9 @@ def few(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tile = (row // 16).to(tl.int64)
     lane = row % 16
-    STEPS: tl.constexpr = 2 * BITS
-    COLUMNS: tl.constexpr = 32 // BITS
-    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
+    STEPS: tl.constexpr = 8 if BITS == 6 else 2 * BITS
+    COLUMNS: tl.constexpr = 64 // STEPS
+    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (2 * BITS * 16) + lane
     scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
     fp16_scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
     present = tile < tiles
@@ -66,13 +90,14 @@ def few(
         group = first + tl.arange(0, GROUPS)
         here = group[:, None] * STEPS + step[None, :]
         there = (group < groups)[:, None] & present[None, :]
-        packed = tl.load(words[None, None, :] + here[:, :, None] * 16, mask=there[:, None, :], other=0)
+        low, high = _words(words[None, None, :], here[:, :, None], there[:, None, :], BITS)
         column = here[None, :, :] * COLUMNS + columns[:, None, None]
         values = tl.load(x + token * cols + column, mask=column < cols, other=0.0).to(tl.float32)
-        codes = _codes(packed[None, :, :, :], columns[:, None, None, None], BITS)
+        shift = columns[:, None, None, None]
+        codes = _codes(low[None, :, :, :], high[None, :, :, :], here[None, :, :, None], shift, BITS)
         products = tl.sum(values[:, :, :, None] * codes, axis=0)
         sums = tl.sum(values, axis=0)
-        if BITS == 8:
+        if BITS > MOST_WORD_BITS:
             scale = tl.load(fp16_scales[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
             zero = tl.load(fp16_scales[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(
                 tl.float32
@@ -121,15 +146,16 @@ def unpack(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = (first_tile + row // 16).to(tl.int64)
     lane = row % 16
-    STEPS: tl.constexpr = 2 * BITS
+    STEPS: tl.constexpr = 8 if BITS == 6 else 2 * BITS
     first = tl.program_id(1) * GROUPS
     here = first * STEPS + tl.arange(0, GROUPS * STEPS)
     there = (here < groups * STEPS)[:, None] & (row < rows)[None, :]
-    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
-    packed = tl.load(words[None, :] + here[:, None] * 16, mask=there, other=0)
+    words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (2 * BITS * 16) + lane
+    low, high = _words(words[None, :], here[:, None], there, BITS)
     group = (here // STEPS)[:, None]
-    codes = _codes(packed[:, None, :], tl.arange(0, 32 // BITS)[None, :, None], BITS)
-    if BITS == 8:
+    columns = tl.arange(0, 64 // STEPS)
+    codes = _codes(low[:, None, :], high[:, None, :], here[:, None, None], columns[None, :, None], BITS)
+    if BITS > MOST_WORD_BITS:
         fp16_scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
         scale = tl.load(fp16_scales[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
         zero = tl.load(fp16_scales[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)

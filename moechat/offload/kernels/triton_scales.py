@@ -1,4 +1,4 @@
-"""Scale words of weights below 8 bits in Triton; see ``native/src/kernels/layout/block_layout.h``.
+"""Scale words of weights of 2 to 4 bits in Triton; see ``native/src/kernels/layout/block_layout.h``.
 
 A weight is ``(code * factor - offset) * step``, with a factor and an offset for each half of a group.
 """
@@ -8,6 +8,9 @@ A weight is ``(code * factor - offset) * step``, with a factor and an offset for
 
 import triton
 import triton.language as tl
+
+# Weights of more bits have a scale and a zero in fp16 in place of scale words, those of 16 bits neither.
+MOST_WORD_BITS = tl.constexpr(4)
 
 
 @triton.jit

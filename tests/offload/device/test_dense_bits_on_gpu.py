@@ -57,7 +57,7 @@ def names_of(engine: moechat.Engine, kind: type) -> list[str]:
     return [name for name, module in engine.loaded.model.named_modules() if isinstance(module, kind)]
 
 
-@pytest.mark.parametrize("dense_bits", [8, 4])
+@pytest.mark.parametrize("dense_bits", [8, 6, 4])
 def test_logits_equal_those_of_the_cpu_with_the_same_bits(model: Path, gpu: Any, dense_bits: int) -> None:
     with on_cpu(model, dense_bits) as engine:
         wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]

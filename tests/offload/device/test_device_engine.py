@@ -55,7 +55,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
 def test_logits_equal_those_of_the_cpu(model: Path, gpu, bits: int) -> None:
     with moechat.load(model, bits=bits, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)

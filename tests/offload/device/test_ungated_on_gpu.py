@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
 def test_logits_are_those_of_the_cpu(model: Path, gpu: Any, bits: int) -> None:
     usual = {"bits": bits, "dtype": "float32", "dense_bits": 16, "ctx": 64, "tune": False}
     with moechat.load(model, activation_bits=32, **usual) as engine:

@@ -25,7 +25,7 @@ def test_any_number_of_tokens_matches_the_cpu(tokens):
 
 
 # Speculative decoding: drafts are accepted or not by what the same tokens would give one at a time.
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_a_token_gets_the_same_bits_however_many_are_computed_with_it(bits):
     call = GpuCall.random(9, 64, 64, bits, tokens=5)
     x, found = call.x, []

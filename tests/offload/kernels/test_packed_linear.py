@@ -93,7 +93,7 @@ def error(found: torch.Tensor, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_outputs_match_the_cpu(bits: int, rows: int, cols: int, bias: bool, tokens: int) -> None:
     made, data, added = layer(rows, cols, bits, bias=bias)
     x = inputs(tokens, cols)
@@ -102,7 +102,7 @@ def test_outputs_match_the_cpu(bits: int, rows: int, cols: int, bias: bool, toke
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_sixteen_bit_inputs_give_sixteen_bit_outputs(bits: int, tokens: int, dtype: torch.dtype) -> None:
     made, data, added = layer(48, 200, bits, bias=True, dtype=dtype)
     x = inputs(tokens, 200, dtype)
@@ -111,7 +111,7 @@ def test_sixteen_bit_inputs_give_sixteen_bit_outputs(bits: int, tokens: int, dty
     assert error(out, by_cpu(made, data, added, x)) < ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_the_unpacked_weight_equals_the_cpus(bits: int) -> None:
     made, data, _ = layer(70, 150, bits)
     expected = torch.from_numpy(_native.unpack_linear(made.layout, data))
@@ -131,7 +131,7 @@ def test_strips_of_any_size_keep_the_order_of_rows(bias: bool) -> None:
         assert torch.allclose(out, results[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_a_token_gives_the_same_bits_alone_and_among_a_few(bits: int) -> None:
     made, _, _ = layer(40, 300, bits, bias=True)
     x = inputs(8, 300)

@@ -29,10 +29,10 @@ def compiled(capabilities: str, encodings: str, items: str, dtype: str) -> dict:
 
 
 def test_every_encoding_compiles_for_few_and_many_tokens():
-    results = compiled("86", "2,3,4,8,16,16h", "1,40", "bfloat16")
-    assert len(results) == 6 * (2 + 3)
+    results = compiled("86", "2,3,4,6,8,16,16h", "1,40", "bfloat16")
+    assert len(results) == 7 * (2 + 3)
     few = [one for name, one in results.items() if name.startswith("blocks ")]
-    assert len(few) == 6
+    assert len(few) == 7
     # Codes are subnormal numbers, which must not be flushed to 0; loads take 16 bytes.
     assert all(one["conversions"] == one["flushing"] == one["spilled"] == 0 for one in few)
     assert all(one["wide_loads"] >= 16 for one in few)
@@ -50,8 +50,8 @@ def test_other_types_compile(dtype, capability):
     ("dtype", "capabilities"), [("bfloat16", "86,120"), ("float16", "75"), ("float32", "90")]
 )
 def test_packed_dense_layers_compile(dtype, capabilities):
-    results = compiled(capabilities, "4,8", "", dtype)
-    assert len(results) == 2 * 2 * 2 * len(capabilities.split(","))
+    results = compiled(capabilities, "4,6,8", "", dtype)
+    assert len(results) == 3 * 2 * 2 * len(capabilities.split(","))
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 

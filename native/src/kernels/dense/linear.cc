@@ -48,8 +48,9 @@ std::int64_t super_at(const LinearLayout& layout, std::int64_t tile) {
 }  // namespace
 
 LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) {
-  if (bits != 2 && bits != 3 && bits != 4 && bits != 8) {
-    throw std::invalid_argument(std::to_string(bits) + " bits are not supported here; choose 2, 3, 4 or 8");
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 6 && bits != 8) {
+    throw std::invalid_argument(std::to_string(bits) +
+                                " bits are not supported here; choose 2, 3, 4, 6 or 8");
   }
   return layout_of(rows, cols, plain_encoding(bits), bits,
                    std::int64_t{kTileRows} * kGroupColumns * bits / 8);

@@ -30,7 +30,7 @@ struct LinearLayout {
   bool kept() const { return is_kept(encoding); }
 };
 
-// Throws std::invalid_argument for bits other than 2, 3, 4, 8 or sizes outside 1..2^20.
+// Throws std::invalid_argument for bits other than 2, 3, 4, 6, 8 or sizes outside 1..2^20.
 LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits);
 
 // Throws std::invalid_argument for sizes outside 1..2^20 and columns that are not whole blocks of the

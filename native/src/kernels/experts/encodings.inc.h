@@ -6,7 +6,7 @@
 template <int kBits>
 struct PackedBits {
   static constexpr bool kScaled = true;
-  static constexpr int kHalves = kBits == 8 ? 1 : 2;
+  static constexpr int kHalves = has_halves(kBits) ? 2 : 1;
   static constexpr int kColumns = 32 / kBits;
   static constexpr int kUnits = 64 / kColumns;
 
@@ -40,6 +40,28 @@ struct Bits3 {
     if (c == 15) return to_float(ori(shr(unit.low, 30), andi(shr(unit.high, 13), seti(4))));
     const VecI low = andi(unit.low, seti(3u << (2 * c)));
     const VecI high = andi(shl(unit.high, c + 2), seti(4u << (2 * c)));
+    return to_float(ori(low, high));
+  }
+};
+
+struct Bits6 {
+  static constexpr bool kScaled = true;
+  static constexpr int kHalves = 1;
+  static constexpr int kColumns = 8;
+  static constexpr int kUnits = 8;
+
+  struct Unit {
+    VecI low;   // four bits per column
+    VecI high;  // two bits per column, from bit 8 * (c / 2) + 2 * (c % 2) on
+  };
+  MOECHAT_INLINE static Unit load_unit(const unsigned char* group, int unit) {
+    const VecI high = loadi(group + (8 + unit / 2) * kStepBytes);
+    return Unit{loadi(group + unit * kStepBytes), shr(high, 4 * (unit % 2))};
+  }
+  MOECHAT_INLINE static Vec column(const Unit& unit, int c) {
+    const VecI low = andi(c == 0 ? unit.low : shr(unit.low, 4 * c), seti(15));
+    const int place = 8 * (c / 2) + 2 * (c % 2);
+    const VecI high = andi(place < 4 ? shl(unit.high, 4 - place) : shr(unit.high, place - 4), seti(48));
     return to_float(ori(low, high));
   }
 };

@@ -3,7 +3,7 @@
 // Summation order of one row and one group, the same for every tile of tokens and every number of threads:
 //   even = sum over even columns of q * x, odd = the same over odd columns, each one sequential chain;
 //   acc  = acc + scale * ((even + odd) - zero * sum(x))          (16 bits: acc + (even + odd))
-// below 8 bits with even, odd and sum(x) of each half of the group:
+// at 2 to 4 bits with even, odd and sum(x) of each half of the group:
 //   acc  = acc + step * (factor_0 * (even_0 + odd_0) - offset_0 * sum_0(x) + the same of half 1)
 // The number of tokens or weight streams that share the unpacking changes how instructions interleave, but
 // never the order within a chain, so results do not depend on it.
@@ -392,6 +392,8 @@ MOECHAT_INLINE void for_encoding(Encoding encoding, const Body& body) {
       return body(EncodingTag<Bits3>{});
     case Encoding::kBits4:
       return body(EncodingTag<PackedBits<4>>{});
+    case Encoding::kBits6:
+      return body(EncodingTag<Bits6>{});
     case Encoding::kBits8:
       return body(EncodingTag<PackedBits<8>>{});
     case Encoding::kBf16:
@@ -471,6 +473,8 @@ void linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
       return linear_of<Bits3>(task, begin, end);
     case Encoding::kBits4:
       return linear_of<PackedBits<4>>(task, begin, end);
+    case Encoding::kBits6:
+      return linear_of<Bits6>(task, begin, end);
     case Encoding::kBits8:
       return linear_of<PackedBits<8>>(task, begin, end);
     default: {

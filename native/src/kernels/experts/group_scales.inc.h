@@ -1,4 +1,4 @@
-// Scales of one (tile, group) of weights below 8 bits, see block_layout.h. Included inside the anonymous
+// Scales of one (tile, group) of weights of 2 to 4 bits, see block_layout.h. Included inside the anonymous
 // namespace of one instruction set, after its simd_*.h.
 
 // The scale words of 16 rows.
@@ -20,13 +20,13 @@ struct HalfScales {
 // scale and a zero, or with offsets of the halves, whose input sums fit in 16 bits or not.
 enum class Terms { kZeros, kPairs, kWide };
 constexpr Terms terms_of(int bits, int planes) {
-  return bits == 8 ? Terms::kZeros : (planes == 1 ? Terms::kPairs : Terms::kWide);
+  return !has_halves(bits) ? Terms::kZeros : (planes == 1 ? Terms::kPairs : Terms::kWide);
 }
 
 // The sum over the halves of offset * sum of the inputs.
 template <Terms kTerms>
 MOECHAT_INLINE VecI offset_sums(VecI offsets, std::uint32_t first, std::uint32_t second) {
-  static_assert(kTerms != Terms::kZeros, "only weights below 8 bits have offsets");
+  static_assert(kTerms != Terms::kZeros, "only weights of 2 to 4 bits have offsets");
   if constexpr (kTerms == Terms::kPairs) return madd16(offsets, seti(first));  // the pair
   return addi(muli(andi(offsets, seti(0xffff)), seti(first)), muli(shr(offsets, 16), seti(second)));
 }
@@ -44,7 +44,7 @@ template <int kBits, int kPlanes>
 struct GroupTerm {
   static constexpr Terms kTerms = terms_of(kBits, kPlanes);
   Vec scale;
-  Vec zeros;  // at 8 bits
+  Vec zeros;  // at 6 and 8 bits
   VecI offsets;
 
   MOECHAT_INLINE static GroupTerm read(const unsigned char* sz) {

@@ -1,5 +1,5 @@
-// Half-quadratic quantisation of some columns of one tile (16 rows, lane = row): a group at 8 bits, a half of
-// one below. Included inside the anonymous namespace of one instruction set.
+// Half-quadratic quantisation of some columns of one tile (16 rows, lane = row): a group at 6 and 8 bits, a
+// half of one below. Included inside the anonymous namespace of one instruction set.
 //
 // Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023, with
 // the settings that the hqq package uses by default (p = 0.7, beta = 10, kappa = 1.01, 20 iterations). For
@@ -11,7 +11,8 @@
 // - the stopping rule and the best zero so far are kept per group, not for the whole matrix. The best zero
 //   has the smallest product of mean absolute error and root mean square error, so that neither error falls
 //   at the cost of the other;
-// - at 8 bits scale and zero are rounded to their stored fp16 values before codes and errors are computed, so
+// - at 6 and 8 bits scale and zero are rounded to their stored fp16 values before codes and errors are
+// computed, so
 //   storage adds no error; below, fit_scale_word() makes a word of those of both halves, and codes are
 //   computed with that;
 // - at 8 bits, where rounding the scale to fp16 matters, the neighbouring fp16 values of the scale are solved
@@ -20,8 +21,8 @@
 //   and the perplexity of a trained model became worse;
 // - shrink_p is 0 below |x| = beta^(-1/(2-p)); its powers are not computed while the whole tile is below;
 // - columns whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
-//   contain 0 (then zero is large and fp16 is coarse; at 8 bits only, because below them ranges are widened
-//   to 0) get one more start that avoids the problem.
+//   contain 0 (then zero is large and fp16 is coarse; at 6 and 8 bits only, because below them ranges are
+//   widened to 0) get one more start that avoids the problem.
 
 constexpr int kSolverIterations = 20;
 constexpr int kProbeIterations = 3;  // of each start, before the best one continues
@@ -42,8 +43,8 @@ constexpr float kNeighbours[] = {1.0f - 2.0f / 2048, 1.0f - 1.0f / 2048, 1.0f + 
                                  1.0f + 2.0f / 2048, 1.0f + 3.0f / 2048, 1.0f + 4.0f / 2048};
 
 struct GroupSolution {
-  Vec scale;  // at 8 bits fp16 values
-  Vec zero;   // at 8 bits fp16 values
+  Vec scale;  // at 6 and 8 bits fp16 values
+  Vec zero;   // at 6 and 8 bits fp16 values
   Vec error;  // sum of |w - dequantised| times the root of the sum of its squares
 };
 
@@ -54,7 +55,7 @@ MOECHAT_INLINE Vec through_fp16(Vec x) {
 }
 
 // A scale or zero as it will be stored, as far as that is decided here.
-MOECHAT_INLINE Vec as_stored(Vec x, int bits) { return bits == 8 ? through_fp16(x) : x; }
+MOECHAT_INLINE Vec as_stored(Vec x, int bits) { return has_halves(bits) ? x : through_fp16(x); }
 
 MOECHAT_INLINE Vec codes(Vec scaled, Vec zeros, Vec top) {
   return round_small(min(top, max(zero(), add(scaled, zeros))));

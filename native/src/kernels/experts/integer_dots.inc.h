@@ -1,58 +1,17 @@
 // Products of the codes of a group and quantised inputs, see kernel_api.h for the numerics. Included inside
 // the anonymous namespace of one instruction set.
 
-// Codes of four columns for 16 rows: dword `d` of a group, see QuantisedRows. A group is kUnits units of
-// kWords dwords.
-template <int kBits>
-struct Codes {
-  static constexpr int kWords = 8 / kBits;
-  static constexpr int kUnits = 16 / kWords;
-  static constexpr int kLargest = (1 << kBits) - 1;
-
-  MOECHAT_INLINE static void unit(const unsigned char* group, int at, VecI (&codes)[kWords]) {
-    const VecI words = loadi(group + at * kStepBytes);
-    if constexpr (kBits == 8) {
-      codes[0] = words;
-    } else {
-      const VecI mask = seti(0x01010101u * static_cast<unsigned>(kLargest));
-      for (int i = 0; i < kWords; ++i) codes[i] = andi(i == 0 ? words : shr(words, kBits * i), mask);
-    }
-  }
-};
-
-template <>
-struct Codes<3> {
-  static constexpr int kWords = 4;
-  static constexpr int kUnits = 4;
-  static constexpr int kLargest = 7;
-
-  MOECHAT_INLINE static void unit(const unsigned char* group, int at, VecI (&codes)[kWords]) {
-    const VecI low = loadi(group + at * kStepBytes);
-    // Of the 16 high bits, those of columns 4k..4k+3 go to byte k.
-    VecI high = loadi(group + (4 + at / 2) * kStepBytes);
-    high = at % 2 == 0 ? andi(high, seti(0xffffu)) : shr(high, 16);
-    high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
-    high = andi(ori(high, shl(high, 4)), seti(0x0f0f0f0fu));
-    const VecI two = seti(0x03030303u);
-    const VecI four = seti(0x04040404u);
-    codes[0] = ori(andi(low, two), andi(shl(high, 2), four));
-    codes[1] = ori(andi(shr(low, 2), two), andi(shl(high, 1), four));
-    codes[2] = ori(andi(shr(low, 4), two), andi(high, four));
-    codes[3] = ori(andi(shr(low, 6), two), andi(shr(high, 1), four));
-  }
-};
-
 // Whether sums of two products for each of `dwords` dwords fit in 16 bits.
 constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
 
-// isum[stream][token] of one group, x[token] its planes; below 8 bits with the factors of the halves,
+// isum[stream][token] of one group, x[token] its planes; at 2 to 4 bits with the factors of the halves,
 // sz[stream] their scale words, and without the offsets.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
                                const unsigned char* const (&sz)[kStreams],
                                const std::int8_t* const (&x)[kTokens], VecI (&isum)[kStreams][kTokens]) {
   using C = Codes<kBits>;
-  constexpr int kHalves = kBits == 8 ? 1 : 2;
+  constexpr int kHalves = has_halves(kBits) ? 2 : 1;
   if constexpr (kStreams > 1 && !kPairDots) {
     for (int s = 0; s < kStreams; ++s) {
       const unsigned char* const one[1] = {q[s]};
@@ -113,10 +72,10 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
       }
     }
   } else {
-    // Codes of 8 bits are processed as two of 4 bits; sums of 16 bits are widened, times the factors of the
-    // halves, before they can overflow.
-    constexpr int kParts = kBits == 8 ? 2 : 1;
-    constexpr int kLargest = kBits == 8 ? 15 : C::kLargest;
+    // Codes of 6 and 8 bits are processed as two of 4 bits; sums of 16 bits are widened, times the factors of
+    // the halves, before they can overflow.
+    constexpr int kParts = has_halves(kBits) ? 1 : 2;
+    constexpr int kLargest = kParts == 2 ? 15 : C::kLargest;
     constexpr int kRuns = 2;
     static_assert(fits_16(kLargest, 16 / kRuns), "sums of 16 bits would overflow");
     for (int s = 0; s < kStreams; ++s) {
@@ -132,30 +91,27 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
         MOECHAT_UNROLL
         for (int unit = 0; unit < C::kUnits / kRuns; ++unit) {
           const int at = run * (C::kUnits / kRuns) + unit;
-          VecI codes[C::kWords];
-          C::unit(q[s], at, codes);
+          VecI parts[kParts][C::kWords];
+          if constexpr (kParts == 2) {
+            C::parts(q[s], at, parts[0], parts[1]);
+          } else {
+            C::unit(q[s], at, parts[0]);
+          }
           MOECHAT_UNROLL
           for (int i = 0; i < C::kWords; ++i) {
             const int d = at * C::kWords + i;
-            VecI parts[kParts];
-            if constexpr (kBits == 8) {
-              parts[0] = andi(codes[i], seti(0x0f0f0f0fu));
-              parts[kParts - 1] = andi(shr(codes[i], 4), seti(0x0f0f0f0fu));
-            } else {
-              parts[0] = codes[i];
-            }
             for (int t = 0; t < kTokens; ++t) {
               for (int p = 0; p < kPlanes; ++p) {
                 const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
                 for (int part = 0; part < kParts; ++part) {
-                  chain[t][p][part] = dot(chain[t][p][part], parts[part], bytes);
+                  chain[t][p][part] = dot(chain[t][p][part], parts[part][i], bytes);
                   pin(chain[t][p][part]);
                 }
               }
             }
           }
         }
-        const VecI of_half = kBits == 8 ? seti(1) : HalfScales::read(sz[s]).factor(run);
+        const VecI of_half = kParts == 2 ? seti(1) : HalfScales::read(sz[s]).factor(run);
         for (int t = 0; t < kTokens; ++t) {
           for (int p = 0; p < kPlanes; ++p) {
             for (int part = 0; part < kParts; ++part) {

@@ -1,5 +1,5 @@
-// Least-squares quantisation of the columns of one half of a group, of one tile (16 rows, lane = row), below
-// 8 bits. Included inside the anonymous namespace of one instruction set, after hqq_solver.inc.h.
+// Least-squares quantisation of the columns of one half of a group, of one tile (16 rows, lane = row), at 2
+// to 4 bits. Included inside the anonymous namespace of one instruction set, after hqq_solver.inc.h.
 //
 // A row keeps the scale and zero with the smallest sum of squared errors, each times the importance of its
 // column if there is one, that these steps find:

@@ -116,7 +116,7 @@ void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits
       if (matrix.codes[r * field.cols + c] > top) refuse_part(field.name, "code", r, c);
     }
     for (std::int64_t g = 0; g < groups; ++g) {
-      if (bits < 8) break;
+      if (has_halves(bits)) break;
       const std::uint32_t scales = matrix.scales[r * groups + g];
       if (!half_is_finite(static_cast<std::uint16_t>(scales))) refuse_part(field.name, "scale", r, g);
       if (!half_is_finite(static_cast<std::uint16_t>(scales >> 16))) refuse_part(field.name, "zero", r, g);
@@ -161,7 +161,7 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
   const KernelTable& kernel = kernels();
   const Fields fields = fields_of(layout);
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
-  const bool weighs = layout.quantised() && layout.bits < 8 && solver == Solver::kLeastSquares;
+  const bool weighs = layout.quantised() && has_halves(layout.bits) && solver == Solver::kLeastSquares;
   const std::vector<float> neurons =
       weighs ? neuron_importance(kernel, source, threads) : std::vector<float>();
   std::atomic<bool> fine{true};
@@ -249,7 +249,7 @@ void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, un
         const std::int64_t row = field.first_row(block, tile) + lane;
         const bool real = row < field.rows && cols > 0;
         const std::int64_t group = row * matrix_groups + col / kGroupColumns;
-        if (layout.bits < 8) {
+        if (has_halves(layout.bits)) {
           store_word(sz + lane * 4, real ? matrix.scales[group] : kNoScales);
         } else {
           const std::uint32_t scales = real ? matrix.scales[group] : kHalfOne;

@@ -25,8 +25,8 @@ struct ExpertSource {
 };
 
 // Already quantised matrices: codes [rows, cols] of bytes, C order; scales [rows, ceil(cols / 64)], C order:
-// below 8 bits the scale words of block_layout.h, at 8 bits the fp16 pattern of the scale in the low half and
-// that of the zero in the high one.
+// at 2 to 4 bits the scale words of block_layout.h, at 6 and 8 bits the fp16 pattern of the scale in the low
+// half and that of the zero in the high one.
 struct QuantisedMatrix {
   const unsigned char* codes;
   const std::uint32_t* scales;
@@ -54,8 +54,8 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
 void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& source,
                                const ExpertFeedback& feedback, unsigned char* records, int threads);
 
-// Throws std::invalid_argument for a code above 2^bits - 1, or at 8 bits for a scale or zero that is not
-// finite.
+// Throws std::invalid_argument for a code above 2^bits - 1, or at 6 and 8 bits for a scale or zero that is
+// not finite.
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
                     int threads);
 

@@ -2,12 +2,12 @@
 // anonymous namespace of one instruction set.
 //
 // A panel record of plain weights holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales
-// or steps; fp32 zeros or, below 8 bits, offsets of both halves; for biased sums, fp32 biases; for
+// or steps; fp32 zeros or, at 2 to 4 bits, offsets of both halves; for biased sums, fp32 biases; for
 // kShortQuads, the factors of the first half and of the second, in both int16 of a lane.
 //   kQuads, kShortQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
 //   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; instruction sets that
 //   multiply by row hold 16 rows of these 64 int16 instead
-// Below 8 bits the codes are multiplied by the factors of their halves, except in kShortQuads, whose sums
+// At 2 to 4 bits the codes are multiplied by the factors of their halves, except in kShortQuads, whose sums
 // have 16 bits and are multiplied when they are widened. A gathered token holds, for every group, the
 // integers that are multiplied by the record: the hi plane (kQuads, kShortQuads), the hi and lo planes
 // (kPlanes) or int16 in the order of kPairs. After all groups follow three dwords of every group: the scale
@@ -90,32 +90,11 @@ MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, 
 // Calls to(d, codes) for the code dwords d = 0..15 of a group.
 template <int kBits, class Store>
 MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
-  if constexpr (kBits == 8) {
-    for (int d = 0; d < 16; ++d) to(d, loadi(q + d * kStepBytes));
-  } else if constexpr (kBits == 4) {
-    const VecI mask = seti(0x0f0f0f0fu);
-    for (int s = 0; s < 8; ++s) {
-      const VecI words = loadi(q + s * kStepBytes);
-      to(2 * s, andi(words, mask));
-      to(2 * s + 1, andi(shr(words, 4), mask));
-    }
-  } else {
-    const VecI mask = seti(0x03030303u);
-    for (int s = 0; s < 4; ++s) {
-      const VecI words = loadi(q + s * kStepBytes);
-      VecI high = words;
-      if constexpr (kBits == 3) {
-        // Of the 16 bits, nibble k goes to byte k.
-        high = andi(shr(loadi(q + (4 + s / 2) * kStepBytes), 16 * (s % 2)), seti(0xffffu));
-        high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
-        high = andi(ori(high, shl(high, 4)), seti(0x0f0f0f0fu));
-      }
-      for (int j = 0; j < 4; ++j) {
-        VecI codes = andi(shr(words, 2 * j), mask);
-        if constexpr (kBits == 3) codes = ori(codes, shl(andi(shr(high, j), seti(0x01010101u)), 2));
-        to(4 * s + j, codes);
-      }
-    }
+  using C = Codes<kBits>;
+  for (int unit = 0; unit < C::kUnits; ++unit) {
+    VecI codes[C::kWords];
+    C::unit(q, unit, codes);
+    for (int i = 0; i < C::kWords; ++i) to(unit * C::kWords + i, codes[i]);
   }
 }
 
@@ -176,7 +155,7 @@ MOECHAT_INLINE void unpack_panel(const GroupCodes& from, const Codebook& book, u
   } else {
     constexpr int kBits = W::kBits;
     VecI factors[2] = {seti(1), seti(1)};
-    if constexpr (kBits == 8) {
+    if constexpr (!has_halves(kBits)) {
       store(tail, load_fp16(from.sz));
       store(tail + kStepBytes, load_fp16(from.sz + 32));
     } else {
@@ -192,7 +171,7 @@ MOECHAT_INLINE void unpack_panel(const GroupCodes& from, const Codebook& book, u
     }
     // A product of a code and a factor fits in a byte, so a product of lanes is one of bytes.
     unpack_dwords<kBits>(from.q, [&](int d, VecI codes) __attribute__((always_inline)) {
-      const bool raw = kBits == 8 || kForm == Form::kShortQuads;
+      const bool raw = !has_halves(kBits) || kForm == Form::kShortQuads;
       store_dword<kForm>(panel, d, raw ? codes : muli(codes, factors[d / 8]));
     });
   }

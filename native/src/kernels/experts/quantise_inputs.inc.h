@@ -6,7 +6,7 @@ MOECHAT_INLINE const unsigned char* byte_order(Encoding encoding) {
   static const unsigned char orders[3][16] = {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
                                               {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
                                               {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
-  if (encoding == Encoding::kBits4) return orders[1];
+  if (encoding == Encoding::kBits4 || encoding == Encoding::kBits6) return orders[1];
   return orders[encoding == Encoding::kBits2 || encoding == Encoding::kBits3 ? 0 : 2];
 }
 

@@ -351,6 +351,8 @@ MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
       MOECHAT_BY_PLANES(function, Plain<3>, activation_bits, __VA_ARGS__); \
     case Encoding::kBits4:                                                 \
       MOECHAT_BY_PLANES(function, Plain<4>, activation_bits, __VA_ARGS__); \
+    case Encoding::kBits6:                                                 \
+      MOECHAT_BY_PLANES(function, Plain<6>, activation_bits, __VA_ARGS__); \
     default:                                                               \
       MOECHAT_BY_PLANES(function, Plain<8>, activation_bits, __VA_ARGS__); \
   }

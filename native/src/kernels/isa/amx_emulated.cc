@@ -10,6 +10,7 @@ namespace {
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/grid_codes.inc.h"
+#include "kernels/experts/plain_codes.inc.h"
 #include "kernels/experts/weight_classes.inc.h"
 #include "kernels/experts/neuron_streams.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"

@@ -7,6 +7,7 @@
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/grid_codes.inc.h"
+#include "kernels/experts/plain_codes.inc.h"
 #include "kernels/experts/weight_classes.inc.h"
 #include "kernels/experts/neuron_streams.inc.h"
 #include "kernels/experts/quantise_inputs.inc.h"

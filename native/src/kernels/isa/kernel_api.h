@@ -29,7 +29,7 @@ struct GateSpec {
 // How scale and zero of a group of weights are found, see least_squares.inc.h and hqq_solver.inc.h.
 enum class Solver : int { kLeastSquares, kHalfQuadratic };
 
-// Inputs of the integer kernels, which take weights of 2, 3, 4 and 8 bits. Weights of 16 bits, and all
+// Inputs of the integer kernels, which take weights of 2 to 8 bits. Weights of 16 bits, and all
 // weights at activation_bits 32, take float inputs.
 //
 // A row (a token, or the activations of a block for one token) is divided into groups of 64 columns. A group
@@ -41,11 +41,11 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 // with a value that is not finite has scale NaN and integers 0, so that NaN reaches every output that depends
 // on it.
 //
-// One row of weights and one group, at 8 bits a code: isum = 256 * sum(q * hi) + sum(q * lo), exact in 32
-// bits, then
+// One row of weights and one group, at 6 and 8 bits a code: isum = 256 * sum(q * hi) + sum(q * lo), exact in
+// 32 bits, then
 //   acc = fma(scale_w * scale, fnma(zero_w, sum, isum), acc).
-// Below 8 bits, with isum_h and sum_h over half h: isum = sum over h of factor_h * isum_h - offset_h * sum_h,
-// exact in 32 bits, then
+// At 2 to 4 bits, with isum_h and sum_h over half h: isum = sum over h of factor_h * isum_h - offset_h *
+// sum_h, exact in 32 bits, then
 //   acc = fma(step_w * scale, isum, acc).
 // Groups ascending, one chain a row. Integer sums do not depend on the order of additions, so results are
 // bitwise equal for any tiling and any number of tokens, and between instruction sets with a fused
@@ -56,9 +56,9 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 //   acc = fma(scale, u, acc).
 //
 // Bytes of a plane are in the order in which the kernels unpack codes: position 4 * d + k, d = 0..15, k =
-// 0..3, holds column 4d + k (8 bits a code, and kept weights), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d /
-// 4) + 4k + d % 4 (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four
-// adjacent bytes of a plane.
+// 0..3, holds column 4d + k (8 bits a code, and kept weights), 8 * (d / 2) + 2k + d % 2 (4 and 6 bits) or 16
+// * (d / 4) + 4k + d % 4 (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by
+// four adjacent bytes of a plane.
 struct InputSums {
   std::int32_t half[2];
   std::uint32_t pair;  // at 8 bits: those of the halves in 16 bits each, the first in the low ones
@@ -269,7 +269,7 @@ struct KernelTable {
   void (*add_partials)(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end);
   // Quantises rows [row, row + 16) x columns [col, col + 64 * groups) into q and sz fields; rows and columns
   // outside the matrix are padding. `importance` has a factor of the squared errors for each column of the
-  // matrix, or is null: all are equal; only the least-squares solver uses it, below 8 bits. Returns false
+  // matrix, or is null: all are equal; only the least-squares solver uses it, at 2 to 4 bits. Returns false
   // when a weight is not finite or above max_quantisable().
   bool (*quantise_tile)(const MatrixSource& source, const float* importance, std::int64_t row,
                         std::int64_t col, std::int64_t groups, int bits, Solver solver, unsigned char* q,

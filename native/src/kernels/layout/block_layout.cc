@@ -18,12 +18,14 @@ Encoding encoding_of(int bits, bool fp16) {
     case 2:
     case 3:
     case 4:
+    case 6:
     case 8:
       return plain_encoding(bits);
     case 16:
       return fp16 ? Encoding::kFp16 : Encoding::kBf16;
     default:
-      throw std::invalid_argument(std::to_string(bits) + " bits are not supported; choose 2, 3, 4, 8 or 16");
+      throw std::invalid_argument(std::to_string(bits) +
+                                  " bits are not supported; choose 2, 3, 4, 6, 8 or 16");
   }
 }
 

@@ -19,18 +19,24 @@
 //      2         16               4              256
 //      3     planes, below        6              384
 //      4          8               8              512
+//      6     planes, below       12              768
 //      8          4              16             1024
 //     16          2              32             2048     raw bf16 or fp16 patterns
 //
 // 3 bits: four steps with the low two bits (16 columns each), then two steps with the high bit (32 columns
 // each).
 //
+// 6 bits: eight steps with the low four bits (8 columns each), then four steps with the high two bits (16
+// columns each). Those of column c of the 16 begin at bit 8 * (c % 8 / 2) + 4 * (c / 8) + 2 * (c % 2), in the
+// byte whose number the low bits have in their own word: masked and shifted, the words of both planes are
+// the codes of columns 0, 2, 4 and 6 of a low step, or of 1, 3, 5 and 7.
+//
 // Order: tile, then group, then step.   gate, up: [64, Hp] = 4 tiles x Hp/64 groups.   down: [Hp, 64] = Hp/16
 // tiles x 1 group.
 //
 // sz fields (absent at 16 bits): 64 bytes for every (tile, group) in the same order.
 //
-// 8 bits: 16 fp16 scales, then 16 fp16 zeros, one per row. A value is (q - zero) * scale in fp32.
+// 6 and 8 bits: 16 fp16 scales, then 16 fp16 zeros, one per row. A value is (q - zero) * scale in fp32.
 //
 // 2 to 4 bits: 16 little-endian 32-bit scale words, one per row. The columns of half h = 0 (0..31) and h = 1
 // (32..63) have factors and offsets of their own: a value is (q * factor_h - offset_h) * step.
@@ -43,8 +49,8 @@
 // and so halves cost the kernels little, although they have scales of their own. Q4_K of llama.cpp has the
 // same idea, with 6-bit factors and offsets for 8 groups of 32 and two fp16 steps.
 //
-// Padding neurons and rows have q 0, offset 0 (8 bits: scale 1, zero 0) and are exactly 0; padding columns
-// inside a group of real columns have q 0 and are only multiplied by x = 0.
+// Padding neurons and rows have q 0, offset 0 (6 and 8 bits: scale 1, zero 0) and are exactly 0; padding
+// columns inside a group of real columns have q 0 and are only multiplied by x = 0.
 //
 // Kept encodings hold the values of a GGUF file or of a quantised checkpoint, see kept_encodings.h. Their q
 // fields are planes, their sz fields have the scales of the sub-blocks of every row, and some have a third
@@ -70,7 +76,7 @@ namespace moechat {
 constexpr int kBlockFormatVersion = 2;
 constexpr int kBlockNeurons = 64;
 constexpr int kGroupColumns = 64;
-constexpr int kHalfColumns = 32;  // columns with one factor and offset, below 8 bits
+constexpr int kHalfColumns = 32;  // columns with one factor and offset, at 2 to 4 bits
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBlock = kBlockNeurons / kTileRows;
 constexpr int kStepBytes = 64;
@@ -86,6 +92,7 @@ enum class Encoding : int {
   kBits2,
   kBits3,
   kBits4,
+  kBits6,
   kBits8,
   kBf16,
   kFp16,
@@ -118,13 +125,18 @@ enum class Encoding : int {
   kFp8
 };
 
-// REQUIRES: 2, 3, 4 or 8 bits.
+// REQUIRES: 2, 3, 4, 6 or 8 bits.
 static constexpr Encoding plain_encoding(int bits) {
   return bits == 2   ? Encoding::kBits2
          : bits == 3 ? Encoding::kBits3
          : bits == 4 ? Encoding::kBits4
+         : bits == 6 ? Encoding::kBits6
                      : Encoding::kBits8;
 }
+
+// Whether the halves of a group have factors and offsets of their own; else all its columns have one scale
+// and one zero. REQUIRES: codes of 2, 3, 4, 6 or 8 bits.
+static constexpr bool has_halves(int bits) { return bits <= 4; }
 
 struct BlockLayout {
   std::int64_t hidden_size;
@@ -161,7 +173,7 @@ void check_dimension(const char* name, std::int64_t value);
 // one.
 void check_columns(const char* name, std::int64_t columns, Encoding encoding);
 
-// Throws std::invalid_argument for bits other than 2, 3, 4, 8, 16 or sizes outside 1..2^20.
+// Throws std::invalid_argument for bits other than 2, 3, 4, 6, 8, 16 or sizes outside 1..2^20.
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
                               bool has_bias, bool gated = true);
 

@@ -24,6 +24,12 @@ CodePlace place_of(int bits, int column) {
   return {std::int64_t{column / per_word} * kStepBytes, column % per_word * bits};
 }
 
+// Of the high two bits of a code of 6, after the steps with the low ones.
+CodePlace high_place_of_6(int column) {
+  const int c = column % 16;
+  return {std::int64_t{8 + column / 16} * kStepBytes, 8 * (c % 8 / 2) + 4 * (c / 8) + 2 * (c % 2)};
+}
+
 std::uint32_t load_word(const unsigned char* at) {
   return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8 |
          static_cast<std::uint32_t>(at[2]) << 16 | static_cast<std::uint32_t>(at[3]) << 24;
@@ -68,6 +74,13 @@ void put_code(unsigned char* group, int bits, std::int64_t row, int column, std:
     or_word(group + 4 * kStepBytes + high.step + row * 4, (code >> 2) << high.shift);
     return;
   }
+  if (bits == 6) {
+    const CodePlace low = place_of(4, column);
+    or_word(group + low.step + row * 4, (code & 15u) << low.shift);
+    const CodePlace high = high_place_of_6(column);
+    or_word(group + high.step + row * 4, (code >> 4) << high.shift);
+    return;
+  }
   const CodePlace place = place_of(bits, column);
   or_word(group + place.step + row * 4, code << place.shift);
 }
@@ -79,6 +92,12 @@ std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, i
     return ((load_word(group + low.step + row * 4) >> low.shift) & 3u) |
            ((load_word(group + 4 * kStepBytes + high.step + row * 4) >> high.shift) & 1u) << 2;
   }
+  if (bits == 6) {
+    const CodePlace low = place_of(4, column);
+    const CodePlace high = high_place_of_6(column);
+    return ((load_word(group + low.step + row * 4) >> low.shift) & 15u) |
+           ((load_word(group + high.step + row * 4) >> high.shift) & 3u) << 4;
+  }
   const CodePlace place = place_of(bits, column);
   return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);
 }
@@ -86,7 +105,7 @@ std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, i
 void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t rows, int cols,
                   float* matrix, std::int64_t stride) {
   for (std::int64_t row = 0; row < rows; ++row) {
-    if (bits < 8) {
+    if (has_halves(bits)) {
       const ScaleWord scales = read_scale_word(load_word(sz + row * 4));
       for (int c = 0; c < cols; ++c) {
         const int half = c / kHalfColumns;

@@ -121,11 +121,11 @@ constexpr int kKeptEncodings = 26;
 
 // Names as in GGUF files where they have the encoding, and those of the encodings that are not kept.
 static constexpr const char* encoding_name(Encoding encoding) {
-  constexpr const char* kNames[] = {"2 bits", "3 bits",  "4 bits", "8 bits", "bf16",  "fp16",    "q4_0",
-                                    "q4_1",   "q5_0",    "q5_1",   "q8_0",   "q2_k",  "q3_k",    "q4_k",
-                                    "q5_k",   "q6_k",    "iq4_nl", "iq4_xs", "mxfp4", "iq2_xxs", "iq2_xs",
-                                    "iq2_s",  "iq3_xxs", "iq3_s",  "iq1_s",  "iq1_m", "int4",    "int4_32",
-                                    "int8",   "int8_32", "nvfp4",  "fp8"};
+  constexpr const char* kNames[] = {"2 bits",  "3 bits", "4 bits",  "6 bits", "8 bits", "bf16",  "fp16",
+                                    "q4_0",    "q4_1",   "q5_0",    "q5_1",   "q8_0",   "q2_k",  "q3_k",
+                                    "q4_k",    "q5_k",   "q6_k",    "iq4_nl", "iq4_xs", "mxfp4", "iq2_xxs",
+                                    "iq2_xs",  "iq2_s",  "iq3_xxs", "iq3_s",  "iq1_s",  "iq1_m", "int4",
+                                    "int4_32", "int8",   "int8_32", "nvfp4",  "fp8"};
   static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kFp8) + 1, "a name each");
   return kNames[static_cast<int>(encoding)];
 }

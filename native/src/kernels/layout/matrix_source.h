@@ -17,8 +17,8 @@ struct MatrixSource {
   SourceType type;
 };
 
-// Largest magnitude that can be quantised: at 8 bits a zero of it must be a finite fp16, below, a range
+// Largest magnitude that can be quantised: at 6 and 8 bits a zero of it must be a finite fp16, below, a range
 // of twice it must fit in codes of 2 bits with the largest step and factor.
-static constexpr float max_quantisable(int bits) { return bits == 8 ? 65504.0f : 4096.0f; }
+static constexpr float max_quantisable(int bits) { return bits > 4 ? 65504.0f : 4096.0f; }
 
 }  // namespace moechat

@@ -1,4 +1,4 @@
-// Scale words: the scales of a row of a group below 8 bits; see block_layout.h. Also for files compiled for
+// Scale words: the scales of a row of a group at 2 to 4 bits; see block_layout.h. Also for files compiled for
 // one instruction set.
 #pragma once
 
@@ -14,7 +14,7 @@ struct RowScales {
 
 // The scale word (see block_layout.h) nearest to wanted scales, with offsets that keep the middle of the
 // values of each half where it is. A half whose range does not hold 0 gets one that does; a half with scale 0
-// gets offset 0, so that code 0 is 0. REQUIRES: finite, scales >= 0, bits below 8.
+// gets offset 0, so that code 0 is 0. REQUIRES: finite, scales >= 0, 2 to 4 bits.
 std::uint32_t fit_scale_word(const RowScales& wanted, int bits);
 
 // The largest scale that a word can hold.
