@@ -160,7 +160,7 @@ def test_packed_bytes_are_those_of_the_native_layout(bits: int) -> None:
 def test_the_title_names_the_bits_of_each_kind() -> None:
     changes = {"vocab_size": 512, "hidden_size": 64}
     assert form_of("qwen3_moe", 0, "auto", **changes)[1].title == (
-        "k_proj, o_proj, q_proj 4 bits; lm_head 6 and 4 bits; v_proj 6 bits; others not packed"
+        "k_proj, o_proj, q_proj 4 bits; v_proj 6 bits; lm_head 6 and 4 bits; others not packed"
     )
     assert form_of("qwen3_moe", 0, 8)[1].title == (
         "k_proj, lm_head, o_proj, q_proj, v_proj 8 bits; others not packed"
