@@ -71,7 +71,7 @@ class Budget:
     gpu_depths: tuple[int, ...] = (1, 4, 16, 64)
     gpu_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512)
     many_tokens: int = 512
-    dense_bits: tuple[int, ...] = (16, 8, 6, 4)
+    dense_bits: tuple[int, ...] = (16, 8, 4)
     pin_chunk: int = 512 << 20
     pin_most: int = 8 << 30
     pin_seconds: float = 3.0
