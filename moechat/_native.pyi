@@ -399,9 +399,9 @@ def pack_expert(
             Width is a multiple of 64. For ``least-squares`` only.
 
     Raises:
-        ValueError: Shapes or types do not match; a weight is not finite, or above 65504 (8 bits) or 4096
-            (fewer), or becomes infinite in 16 bits. The message names matrix, row and column; ``out`` is then
-            undefined.
+        ValueError: Shapes or types do not match; a weight is not finite, or above 65504 (6 and 8 bits) or
+            4096 (2 to 4), or becomes infinite in 16 bits. The message names matrix, row and column; ``out``
+            is then undefined.
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 
@@ -579,8 +579,8 @@ def pack_linear(
         uint8 [layout.nbytes], aligned to 64 bytes. Copies should be aligned too, for speed.
 
     Raises:
-        ValueError: A weight is not finite, or above 65504 (8 bits) or 4096 (fewer); shapes or types do not
-            match.
+        ValueError: A weight is not finite, or above 65504 (6 and 8 bits) or 4096 (2 to 4); shapes or
+            types do not match.
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 

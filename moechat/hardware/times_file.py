@@ -16,7 +16,7 @@ from moechat.geometry import DenseBits
 from moechat.hardware.measured_file import profiles_directory, read_json, write_json
 from moechat.hardware.profile import Figure, ModelTimes, Origin
 
-FORMAT = 1
+FORMAT = 2  # 1: with `auto` dense matrices had 8 bits where they have 6
 _KIND = "moechat model times"
 _PARTS = ("attention", "moe", "head")
 

@@ -26,7 +26,8 @@ from moechat.store.safetensors_file import strict_json
 # Stores whose experts keep the encodings of their source, have no gate projection, or gates that differ by
 # layer, have format 3, all others 2.
 # Stores with dense weights in the encodings of GGUF files have format 4; stores with any weights in those of
-# quantised checkpoints have format 5, stores with experts of 6 bits format 6.
+# quantised checkpoints have format 5. Stores with experts of 6 bits have format 6, whatever their dense
+# weights.
 FORMAT_VERSION = 6
 _CHECKPOINT_FORMAT = 5
 _DENSE_FORMAT = 4
@@ -275,7 +276,8 @@ class Manifest:
         geometry = _geometry(root.object("geometry"))
         version = root.integer("format_version", 1)
         of_experts = _format_of(geometry)
-        if max(version, _QUANTISED_FORMAT) != of_experts and version < max(of_experts, _DENSE_FORMAT):
+        needed = max(version, _QUANTISED_FORMAT)
+        if needed != of_experts and not max(of_experts, _DENSE_FORMAT) <= version <= _CHECKPOINT_FORMAT:
             raise ValueError("its format does not fit its experts")
         quantisation = root.object("quantisation")
         quantisation.exactly(["method", "group_size", "axis", "solver"])

@@ -19,7 +19,7 @@ from moechat.configurator.estimate import Near
 from moechat.geometry import DenseBits
 from moechat.trials import Comparison
 
-FORMAT = 2
+FORMAT = 3  # 2: with `auto` dense matrices had 8 bits where they have 6
 # Numbers of pages this close are one budget: the process's own memory differs a little at each start.
 _SAME_BUDGET = 0.05
 _MOST_ENTRIES = 16

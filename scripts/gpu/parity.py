@@ -58,7 +58,7 @@ def cells(gpu: Accelerator, work: Path, *, tests: bool = True) -> list[Cell]:
     for name in SHAPES:
         found.append(Cell(f"{name}: types", lambda name=name: types(gpu, work, name), 60))
         found.append(Cell(f"{name}: budgets", lambda name=name: budgets(gpu, work, name), 60))
-    for bits in (2, 3, 8, 16):
+    for bits in (2, 3, 6, 8, 16):
         found.append(
             Cell(f"{SHAPES[0]}: {bits} bits", lambda bits=bits: widths(gpu, work, SHAPES[0], bits), 40)
         )

@@ -130,10 +130,10 @@ def test_the_tokenizer_of_a_calibration_is_the_one_that_was_compared(
     assert expert_hashes(converted(checkpoint, tmp_path / "store")) == expert_hashes(calibrated)
 
 
-def test_eight_bits_and_models_without_a_tokenizer_are_not_calibrated(
+def test_six_bits_or_more_and_models_without_a_tokenizer_are_not_calibrated(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    for bits in (8, 16):
+    for bits in (6, 8, 16):
         made = converted(checkpoint, tmp_path / f"{bits}", bits=bits)
         assert made.manifest.quantisation.solver in ("least-squares", "none")
     bare = tmp_path / "bare"

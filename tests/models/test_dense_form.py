@@ -29,7 +29,7 @@ def form_of(family: str, shape: int, bits: DenseBits, **changes: Any) -> tuple[S
 
 
 @pytest.mark.parametrize(("family", "shape"), CASES)
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4])
 def test_projections_have_a_form_and_routers_have_none(family: str, shape: int, bits: int) -> None:
     skeleton, form = form_of(family, shape, bits)
     assert any("attn" in name or "attention" in name for name in form.linears)
@@ -84,7 +84,7 @@ def test_float32_weights_stay_torch_tensors_unless_packed() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4])
 def test_where_rows_are_not_read_as_stored_all_but_packed_layers_stay_torchs(bits: int, tied: bool) -> None:
     register()
     config = tiny_config("qwen3_moe", 0, tie_word_embeddings=tied)
@@ -169,7 +169,7 @@ def test_the_title_names_the_bits_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("stored_rows", [True, False])
-@pytest.mark.parametrize("bits", [16, "auto", 8, 4])
+@pytest.mark.parametrize("bits", [16, "auto", 8, 6, 4])
 def test_encoded_weights_are_kept_in_linear_layers_and_where_rows_are_read_as_stored(
     bits: DenseBits, stored_rows: bool
 ) -> None:

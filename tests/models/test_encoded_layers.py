@@ -61,7 +61,7 @@ def test_an_embedding_with_a_computation_of_its_own_is_left_alone() -> None:
     assert not only_scales_rows(Own)
 
 
-@pytest.mark.parametrize("dense_bits", ["auto", 16, 8, 4])
+@pytest.mark.parametrize("dense_bits", ["auto", 16, 8, 6, 4])
 @pytest.mark.parametrize("name", ["glm4moe", "gemma4", "qwen3next", "qwen35moe"])
 def test_layers_and_memory_are_as_the_form_says(
     name: str, dense_bits: int | str, tmp_path: Path, moechat_home: Path

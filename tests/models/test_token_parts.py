@@ -41,7 +41,7 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("dense_bits", [16, 8, 4])
+@pytest.mark.parametrize("dense_bits", [16, 8, 6, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "deltas", "mlps"),

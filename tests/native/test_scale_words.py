@@ -1,4 +1,4 @@
-"""Scale words of weights below 8 bits; block_layout.h has their bits."""
+"""Scale words of weights of 2 to 4 bits; block_layout.h has their bits."""
 
 import numpy as np
 import pytest

@@ -4,6 +4,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_a_field_of_a_wrong_type_raises_only_damage_errors(data: st.DataObject) 
         Manifest.parse(resealed(change), Path("m"))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
 def test_stores_of_format_1_below_8_bits_are_refused(bits: int) -> None:
     def older(content: dict[str, Any]) -> None:
         content.update(format_version=1)
@@ -192,6 +193,23 @@ def test_stores_of_format_1_with_8_or_16_bits_are_read(bits: int, method: str, g
             content["files"][f"experts-0000{number}.safetensors"].update(bytes=1 << 30)
 
     assert Manifest.parse(resealed(older), Path("m")).geometry.bits == bits
+
+
+def test_experts_of_6_bits_have_format_6_and_others_do_not() -> None:
+    def of_six_bits(content: dict[str, Any], version: int) -> None:
+        content.update(format_version=version)
+        content["geometry"].update(bits=6)
+        content["quantisation"].update(group_size=64)
+        for number in (1, 3):
+            content["files"][f"experts-0000{number}.safetensors"].update(bytes=1 << 30)
+
+    made = Manifest.parse(resealed(partial(of_six_bits, version=6)), Path("m"))
+    assert json.loads(made.to_bytes())["format_version"] == 6
+    for version in (2, 3, 4, 5):
+        with pytest.raises(StoreDamagedError, match="format does not fit its experts"):
+            Manifest.parse(resealed(partial(of_six_bits, version=version)), Path("m"))
+    with pytest.raises(StoreDamagedError, match="format does not fit its experts"):
+        Manifest.parse(resealed(lambda content: content.update(format_version=6)), Path("m"))
 
 
 def test_a_missing_or_oversized_manifest_is_refused(tmp_path: Path) -> None:

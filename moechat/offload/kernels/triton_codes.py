@@ -5,7 +5,7 @@ subnormal float32, the code times a power of two, and a multiply-add takes it as
 subnormal numbers, at full speed on all GPUs since Fermi (NVIDIA, "Floating Point and IEEE 754
 Compliance"; PTX ISA, ``fma``). Inputs are multiplied by a power of two before, a smaller one for codes that
 stand higher, so that products are of ordinary size, and :data:`UNSCALED` undoes both. All of this is exact: a
-sum is rounded as that of codes in float32 would be, for inputs up to 2^60.
+sum is rounded as that of codes in float32 would be, for inputs below 2^60.
 
 Axes are (token, group, row). A thread keeps whole groups of rows, so that it meets others only at the end.
 """

@@ -127,7 +127,7 @@ def test_packed_layers_are_replayed_from_graphs(
 
 def test_the_plan_counts_the_memory_taken_on_the_gpu(model: Path, gpu: Any) -> None:
     taken = {}
-    for bits in (16, 8, 4):
+    for bits in (16, 8, 6, 4):
         with load(model, gpu, dense_bits=bits) as engine:
             facts = engine.describe().to_json()
             dense = engine.loaded.form.nbytes

@@ -38,8 +38,8 @@ LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits);
 LinearLayout make_kept_linear_layout(std::int64_t rows, std::int64_t cols, Encoding encoding);
 
 // Quantises a matrix with the solver of the experts. Writes every byte of data [nbytes]. Throws
-// std::invalid_argument naming the first weight that is not finite, or above 65504 (8 bits) or 4096
-// (fewer). `threads` limits the workers; 0: no limit.
+// std::invalid_argument naming the first weight that is not finite, or above 65504 (6 and 8 bits) or
+// 4096 (2 to 4). `threads` limits the workers; 0: no limit.
 void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads,
                  Solver solver = Solver::kLeastSquares);
 
