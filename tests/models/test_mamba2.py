@@ -230,7 +230,11 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
 def test_a_decoded_token_is_that_of_the_family_s_code(
     family: str, mixers: int, dtype: str, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_checkpoint(tmp_path / "model", tiny_family(family))
+    config = tiny_family(family)
+    if family == "granitemoehybrid":
+        # All experts, since what bfloat16 rounds would choose others where two are nearly alike.
+        config.num_experts_per_tok = config.num_local_experts
+    write_tiny_checkpoint(tmp_path / "model", config)
     with moechat.load(tmp_path / "model", ctx=64, dtype=dtype, activation_bits=32) as engine:
         native = engine.loaded.native_modules
         assert len(native.mambas) == mixers

@@ -161,7 +161,12 @@ def test_lines_are_not_truncated_on_a_terminal(cli: Cli, config: str) -> None:
         (("mixtral", "--bits", "5", *GPU), 2, "--bits is 5", "choose one of: 2, 3"),
         (("mixtral", "--ctx", "1", *GPU), 2, "--ctx is 1", ""),
         (("mixtral", "--system", "best"), 2, "--system is 'best'", "auto"),
-        (("deepseek-v4-flash", "--gpu", "ssd-only-16g"), 4, "the least that works", "hint: insist on 1"),
+        (
+            ("deepseek-v4-flash", "--dense-bits", "8", "--gpu", "ssd-only-16g"),
+            4,
+            "the least that works",
+            "hint: insist on 1",
+        ),
         (
             ("deepseek-v4", "--gpu", "ssd-only-16g"),
             3,
