@@ -12,8 +12,8 @@
 //   has the smallest product of mean absolute error and root mean square error, so that neither error falls
 //   at the cost of the other;
 // - at 6 and 8 bits scale and zero are rounded to their stored fp16 values before codes and errors are
-//   computed, so storage adds no error; below, fit_scale_word() makes a word of those of both halves, and codes are
-//   computed with that;
+//   computed, so storage adds no error; below, fit_scale_word() makes a word of those of both halves, and
+//   codes are computed with that;
 // - at 8 bits, where rounding the scale to fp16 matters, the neighbouring fp16 values of the scale are solved
 //   too and the best is kept. At fewer bits only the published start is used, the scale that spans the whole
 //   range: narrower scales gave up to 28 % less mean error at 2 bits, but they clip the outermost weights,

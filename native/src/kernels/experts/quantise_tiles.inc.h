@@ -43,8 +43,8 @@ inline void fit_group(const float* weights, const float* importance, int bits, S
     Vec low;
     Vec high;
     find_range(weights, 64, &low, &high);
-    // At 8 bits the solvers would differ by less than the rounding of the scale. At 6 both move the zero only:
-    // the best of ranges from 0.92 of the whole one on would make errors smaller by 2 %.
+    // At 8 bits the solvers would differ by less than the rounding of the scale. At 6 both move the zero
+    // only: the best of ranges from 0.92 of the whole one on would make errors smaller by 2 %.
     const int iterations = bits == 8 && solver == Solver::kLeastSquares ? 0 : kSolverIterations;
     const GroupSolution best = solve_group(weights, 64, low, high, bits, iterations);
     const Vec zeros = add(best.zero, zero());  // -0 becomes +0
