@@ -12,7 +12,7 @@ from moechat import _native
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
 from moechat.errors import CheckpointError, MoechatError, UnsupportedModelError
-from moechat.geometry import KEEP, MOST_HALVED_BITS, ExpertGeometry
+from moechat.geometry import KEEP, ExpertGeometry
 from moechat.models.assets import load_tokenizer
 from moechat.models.one_pass import OnePass
 from moechat.models.quiet import without_warnings
@@ -26,6 +26,8 @@ from moechat.store.side_files import has_tokenizer
 from moechat.store.verified_inputs import compared_inputs
 
 Notice = Callable[[str], None]
+# From 6 bits on, rounding costs next to nothing.
+_MOST_CALIBRATED_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,10 @@ def calibrates(plan: CheckpointPlan, bits: int, files: Iterable[str]) -> bool:
 
     Args:
         plan: Of the checkpoint.
-        bits: Bits per expert weight, or :data:`moechat.geometry.KEEP`; from 6 on, rounding costs next to
-            nothing.
+        bits: Bits per expert weight, or :data:`moechat.geometry.KEEP`.
         files: Names of the checkpoint's files.
     """
-    return KEEP < bits <= MOST_HALVED_BITS and bool(plan.read_before) and has_tokenizer(files)
+    return KEEP < bits <= _MOST_CALIBRATED_BITS and bool(plan.read_before) and has_tokenizer(files)
 
 
 def calibration_of(

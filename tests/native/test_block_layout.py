@@ -112,35 +112,27 @@ def test_codes_lie_where_the_format_says(bits):
         assert code == parts[2][0][row, block * 64 + col]
 
 
-def test_six_bit_codes_lie_in_two_planes():
-    rng = np.random.default_rng(6)
-    layout = _native.BlockLayout(64, 64, 6)
-    parts = quantised_parts(rng, 64, 64, 6)
+@pytest.mark.parametrize("bits", [3, 6])
+def test_codes_of_3_and_6_bits_lie_in_two_planes(bits):
+    rng = np.random.default_rng(bits)
+    layout = _native.BlockLayout(128, 64, bits)
+    parts = quantised_parts(rng, 128, 64, bits)
     records = np.empty((1, layout.record_bytes), np.uint8)
     _native.pack_quantized(layout, *[a for part in parts for a in part], None, records)
-    words = words_of(records[0], layout.up_q, 4 * 12).reshape(4, 12, 16)
+    words = words_of(records[0], layout.up_q, 4 * 2 * 2 * bits).reshape(4, 2, 2 * bits, 16)
     for row in range(64):
-        for col in range(64):
+        for column in range(128):
             tile, lane = divmod(row, 16)
-            low = words[tile, col // 8, lane] >> (4 * (col % 8)) & 15
-            place = 8 * (col % 8 // 2) + 4 * (col % 16 // 8) + 2 * (col % 2)
-            high = words[tile, 8 + col // 16, lane] >> place & 3
-            assert high << 4 | low == parts[1][0][row, col]
-
-
-def test_three_bit_codes_lie_in_two_planes():
-    rng = np.random.default_rng(3)
-    layout = _native.BlockLayout(64, 64, 3)
-    parts = quantised_parts(rng, 64, 64, 3)
-    records = np.empty((1, layout.record_bytes), np.uint8)
-    _native.pack_quantized(layout, *[a for part in parts for a in part], None, records)
-    words = words_of(records[0], layout.up_q, 4 * 6).reshape(4, 6, 16)
-    for row in range(64):
-        for col in range(64):
-            tile, lane = divmod(row, 16)
-            low = words[tile, col // 16, lane] >> (2 * (col % 16)) & 3
-            high = words[tile, 4 + col // 32, lane] >> (col % 32) & 1
-            assert low | high << 2 == parts[1][0][row, col]
+            group, col = divmod(column, 64)
+            steps = words[tile, group, :, lane]
+            if bits == 3:
+                low = steps[col // 16] >> (2 * (col % 16)) & 3
+                code = low | (steps[4 + col // 32] >> (col % 32) & 1) << 2
+            else:
+                place = 8 * (col % 8 // 2) + 4 * (col % 16 // 8) + 2 * (col % 2)
+                low = steps[col // 8] >> (4 * (col % 8)) & 15
+                code = low | (steps[8 + col // 16] >> place & 3) << 4
+            assert code == parts[1][0][row, column]
 
 
 def quantised_parts(

@@ -24,10 +24,23 @@ CodePlace place_of(int bits, int column) {
   return {std::int64_t{column / per_word} * kStepBytes, column % per_word * bits};
 }
 
-// Of the high two bits of a code of 6, after the steps with the low ones.
-CodePlace high_place_of_6(int column) {
+// Codes of 3 and 6 bits are in two planes: the low bits, and after the steps of those the others.
+struct Planes {
+  int low_bits;
+  CodePlace low;
+  CodePlace high;
+};
+
+bool in_planes(int bits) { return bits == 3 || bits == 6; }
+
+Planes planes_of(int bits, int column) {
+  if (bits == 3) {
+    const CodePlace high = place_of(1, column);
+    return {2, place_of(2, column), {4 * kStepBytes + high.step, high.shift}};
+  }
   const int c = column % 16;
-  return {std::int64_t{8 + column / 16} * kStepBytes, 8 * (c % 8 / 2) + 4 * (c / 8) + 2 * (c % 2)};
+  return {
+      4, place_of(4, column), {(8 + column / 16) * kStepBytes, 8 * (c % 8 / 2) + 4 * (c / 8) + 2 * (c % 2)}};
 }
 
 std::uint32_t load_word(const unsigned char* at) {
@@ -67,18 +80,11 @@ float read_element(const MatrixSource& source, std::int64_t row, std::int64_t co
 }
 
 void put_code(unsigned char* group, int bits, std::int64_t row, int column, std::uint32_t code) {
-  if (bits == 3) {
-    const CodePlace low = place_of(2, column);
-    or_word(group + low.step + row * 4, (code & 3u) << low.shift);
-    const CodePlace high = place_of(1, column);
-    or_word(group + 4 * kStepBytes + high.step + row * 4, (code >> 2) << high.shift);
-    return;
-  }
-  if (bits == 6) {
-    const CodePlace low = place_of(4, column);
-    or_word(group + low.step + row * 4, (code & 15u) << low.shift);
-    const CodePlace high = high_place_of_6(column);
-    or_word(group + high.step + row * 4, (code >> 4) << high.shift);
+  if (in_planes(bits)) {
+    const Planes planes = planes_of(bits, column);
+    const std::uint32_t low = code & ((1u << planes.low_bits) - 1u);
+    or_word(group + planes.low.step + row * 4, low << planes.low.shift);
+    or_word(group + planes.high.step + row * 4, (code >> planes.low_bits) << planes.high.shift);
     return;
   }
   const CodePlace place = place_of(bits, column);
@@ -86,17 +92,12 @@ void put_code(unsigned char* group, int bits, std::int64_t row, int column, std:
 }
 
 std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, int column) {
-  if (bits == 3) {
-    const CodePlace low = place_of(2, column);
-    const CodePlace high = place_of(1, column);
-    return ((load_word(group + low.step + row * 4) >> low.shift) & 3u) |
-           ((load_word(group + 4 * kStepBytes + high.step + row * 4) >> high.shift) & 1u) << 2;
-  }
-  if (bits == 6) {
-    const CodePlace low = place_of(4, column);
-    const CodePlace high = high_place_of_6(column);
-    return ((load_word(group + low.step + row * 4) >> low.shift) & 15u) |
-           ((load_word(group + high.step + row * 4) >> high.shift) & 3u) << 4;
+  if (in_planes(bits)) {
+    const Planes planes = planes_of(bits, column);
+    const auto field = [group, row](const CodePlace& place, int width) {
+      return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << width) - 1u);
+    };
+    return field(planes.low, planes.low_bits) | field(planes.high, bits - planes.low_bits) << planes.low_bits;
   }
   const CodePlace place = place_of(bits, column);
   return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "kernels/layout/block_layout.h"
+
 namespace moechat {
 
 enum class SourceType : int { kFloat32, kFloat16, kBfloat16 };
@@ -19,6 +21,6 @@ struct MatrixSource {
 
 // Largest magnitude that can be quantised: at 6 and 8 bits a zero of it must be a finite fp16, below, a range
 // of twice it must fit in codes of 2 bits with the largest step and factor.
-static constexpr float max_quantisable(int bits) { return bits > 4 ? 65504.0f : 4096.0f; }
+static constexpr float max_quantisable(int bits) { return has_halves(bits) ? 4096.0f : 65504.0f; }
 
 }  // namespace moechat
