@@ -2482,7 +2482,8 @@ class LatentAttention:
         rotated: Those that are.
         rank: Elements of a latent.
         value_dim: Elements of a value.
-        weight: Address of [heads, plain + value_dim, rank]: what makes keys and values of latents.
+        weight: Address of [heads, plain + value_dim, rank]: what makes keys and values of latents. Not read
+            if :meth:`packed` follows.
         scale: Factor of the query-key products.
     """
 
@@ -2497,6 +2498,21 @@ class LatentAttention:
         weight: int,
         scale: float,
     ) -> None: ...
+    def packed(
+        self, layout: LinearLayout, data: npt.NDArray[np.uint8], activation_bits: int
+    ) -> LatentAttention:
+        """The same with packed weights, which it keeps alive.
+
+        Args:
+            layout: Of [heads * (plain + value_dim), rank], in 4, 6 or 8 bits.
+            data: [layout.nbytes].
+            activation_bits: 8, 16 or 32: of the sums of latents that are multiplied to values. Queries are
+                multiplied as float32.
+
+        Raises:
+            ValueError: plain or value_dim is not a multiple of 16, or the layout does not fit.
+        """
+
     def __call__(
         self,
         query: int,

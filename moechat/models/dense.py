@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moechat.errors import COPY_AGAIN, CheckpointError
+from moechat.geometry import FLOAT_ENCODINGS
 from moechat.models.checkpoint_mapping import READABLE_TYPES, Target, combine, map_keys, missing_dense
 from moechat.models.dense_form import HALVES, DenseForm, encoded_bytes, part_bytes
 from moechat.models.joined_weights import joins_rows
@@ -87,16 +88,20 @@ def stored_types(skeleton: Skeleton, source: TensorHeaders) -> dict[str, torch.d
     return found
 
 
-def stored_encodings(skeleton: Skeleton, source: TensorHeaders) -> dict[str, str]:
-    """Encoding of each weight of a model that is stored in whole encoded rows."""
-    found = {}
+def stored_encodings(skeleton: Skeleton, source: TensorHeaders) -> tuple[dict[str, str], set[str]]:
+    """Encoding of each weight of a model that is stored in whole encoded rows; the names of other weights
+    that are encoded, but not in FP8.
+    """
+    found, others = {}, set()
     for target in map_keys(skeleton, source.keys())[0].values():
         encodings = {source.dense_encoding(key) for key in target.keys}
-        encoding = encodings.pop()
+        (encoding,) = encodings if len(encodings) == 1 else (None,)
         whole = len(target.keys) == 1 if target.converter is None else joins_rows(target.converter)
-        if encoding is not None and not encodings and whole:
+        if encoding is not None and whole:
             found[target.name] = encoding
-    return found
+        elif encodings - {None, *FLOAT_ENCODINGS}:
+            others.add(target.name)
+    return found, others
 
 
 def encoded_targets(skeleton: Skeleton, source: TensorHeaders, form: DenseForm) -> dict[str, Target]:

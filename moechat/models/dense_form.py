@@ -2,12 +2,13 @@
 
 A weight can have another form than a torch tensor if all its users are ``nn.Linear`` or ``nn.Embedding``
 modules that the family only calls. Routers stay torch tensors: they are small, and prediction reads them.
-So do layers whose weight is read outside their own forward, which a trial pass on the meta device shows.
+So do layers whose weight is read outside their own forward, which a trial pass on the meta device shows,
+and projections of latents to keys and values unless they are quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ _FOUR_BITS = frozenset({"q_proj", "k_proj", "o_proj"})
 # Of all other matrices, of which most kinds have not been measured. On the demo the default diverges by 11.3
 # millinats with 6 bits here, by 10.9 with 8; a token of Qwen3.6 reads a ninth less with 6.
 _OTHER_BITS = 6
+# Of matrices whose encoding in the store cannot be kept: to round them again adds next to nothing.
+_DECODED_BITS = 8
 # The head's first rows have _OTHER_BITS too: tokenizers number their pieces by frequency. With 8 bits that
 # changed the perplexity by 0.3 % (an eighth of the rows), 0.2 % (a quarter) and 0.1 % (half).
 _HEAD = "lm_head"
@@ -43,17 +46,20 @@ _TILE_ROWS = 16
 Part = tuple[int, int, int | str]
 
 
-def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
+def automatic_parts(name: str, rows: int, cols: int, *, decoded: bool = False) -> tuple[Part, ...]:
     """Parts of a matrix with ``auto`` that is packed, from the first row on: rows, columns and bits of each.
 
     Query, key and output projections have 4 bits, the head 6 for its first rows and 4 for the others, all
-    other matrices 6.
+    other matrices 6. Those that the store has encoded, in a form that cannot be kept, have 8.
 
     Args:
         name: Of its layer in the model.
         rows: Of the matrix.
         cols: Of the matrix.
+        decoded: The store has it encoded.
     """
+    if decoded:
+        return ((rows, cols, _DECODED_BITS),)
     kind = name.rpartition(".")[2]
     wide = round(rows * _WIDE_ROWS / _TILE_ROWS) * _TILE_ROWS
     if kind == _HEAD and wide > 0:
@@ -141,6 +147,8 @@ class DenseForm:
             encoding. Linear ones are packed in it, which changes no value.
         encoded: Layers whose weights are encoded in the store, with the name of the stored weight. Their
             weights are not loaded as tensors.
+        decoded: Layers whose weights are encoded in the store, but not kept so although ``bits`` is ``auto``.
+        latents: Layers that make keys and values of latents.
         nbytes: Bytes of all weights and buffers in memory, shared memory counted once.
         head_bytes: Bytes of the head, included in ``nbytes``.
         in_layers: Bytes of weights between the embedding and the head, included in ``nbytes``.
@@ -154,6 +162,8 @@ class DenseForm:
     kept: frozenset[str] = frozenset()
     encodings: Mapping[str, str] = field(default_factory=dict)
     encoded: Mapping[str, str] = field(default_factory=dict)
+    decoded: frozenset[str] = frozenset()
+    latents: frozenset[str] = frozenset()
     nbytes: int = 0
     head_bytes: int = 0
     in_layers: int = 0
@@ -209,7 +219,17 @@ class DenseForm:
         """Parts of a layer in :attr:`linears`, from the first row on: rows, columns, and bits or encoding."""
         rows, cols = self.linears[name]
         encoding = self.encodings.get(name)
-        return _parts(self.bits, name, rows, cols) if encoding is None else ((rows, cols, encoding),)
+        if encoding is not None:
+            return ((rows, cols, encoding),)
+        return _parts(self.bits, name, rows, cols, decoded=name in self.decoded)
+
+    def activation_bits_of(self, name: str) -> int:
+        """Type of the inputs in products with a packed layer.
+
+        For projections of latents 16 bits at least. A prompt expands latents to keys and values, a decoded
+        token does not, and rounding to 8 bits in different places would make their results differ.
+        """
+        return max(16, self.activation_bits) if name in self.latents else self.activation_bits
 
 
 def _keeps(bits: DenseBits, encoding: str) -> bool:
@@ -221,8 +241,10 @@ def _label(bits: int | str) -> str:
     return f"{bits} bits" if isinstance(bits, int) else bits.upper()
 
 
-def _parts(bits: DenseBits, name: str, rows: int, cols: int) -> tuple[Part, ...]:
-    return automatic_parts(name, rows, cols) if isinstance(bits, str) else ((rows, cols, bits),)
+def _parts(bits: DenseBits, name: str, rows: int, cols: int, *, decoded: bool) -> tuple[Part, ...]:
+    if isinstance(bits, str):
+        return automatic_parts(name, rows, cols, decoded=decoded)
+    return ((rows, cols, bits),)
 
 
 def _routers(skeleton: Skeleton) -> set[nn.Module]:
@@ -251,6 +273,7 @@ def choose_form(
     bits: DenseBits,
     activation_bits: int,
     encodings: Mapping[str, str] | None = None,
+    decoded: Collection[str] = (),
     reads: WatchedReads | None = None,
     stored_rows: bool = True,
 ) -> DenseForm:
@@ -263,22 +286,30 @@ def choose_form(
         bits: 16, 8, 6, 4 or ``auto``.
         activation_bits: 8, 16 or 32.
         encodings: Encoding of each weight that has one in the store, by its name in the model.
+        decoded: Names in the model of weights that are encoded in the store too, but not in whole rows.
         reads: Reads seen in a trial pass.
         stored_rows: Let layers that are not packed read rows as stored, if possible; ``False``, as on a GPU:
             they stay torch layers in the model's type, except for linear layers with encoded weights.
+            Projections of latents stay torch layers then, too.
     """
     model = skeleton.model
-    avoided = latent_projections(model) | (set() if reads is None else reads.modules)
+    latents = latent_projections(model)
+    avoided = set() if reads is None else reads.modules
     routers = _routers(skeleton)
 
     def replaceable(module: nn.Module, *, is_encoded: bool = False) -> bool:
-        if module in avoided:
+        if module in avoided or module in latents:
             return False
         if isinstance(module, nn.Embedding):
             plain = module.max_norm is None and not module.sparse
             return plain and (type(module) is nn.Embedding or (is_encoded and only_scales_rows(type(module))))
         shape = tuple(module.weight.shape) if type(module) is nn.Linear else ()
         return len(shape) == 2 and min(shape) >= _LEAST_SIDE and module not in routers
+
+    def packable(module: nn.Module) -> bool:
+        if latents.get(module, False):  # attention of latents takes them so on the CPU
+            return stored_rows and module not in avoided
+        return replaceable(module)
 
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -292,6 +323,7 @@ def choose_form(
     encoded: dict[str, str] = {}
     embeddings: set[str] = set()
     kept: set[str] = set()
+    rounded: set[str] = set()
     sizes: dict[int, dict[str, int]] = {}  # bytes of a parameter by use: "stored" or the name of a layer
     for key, parameter in tensors.items():
         of = users[key]
@@ -322,7 +354,7 @@ def choose_form(
                     found_encodings[name] = encodings[weight]
                     sizes[key][name] = part_bytes((rows, cols, encodings[weight]))
                 else:
-                    sizes[key][name] = sum(map(part_bytes, _parts(bits, name, rows, cols)))
+                    sizes[key][name] = sum(map(part_bytes, _parts(bits, name, rows, cols, decoded=False)))
             kept.update(names)
             continue
         if whole:
@@ -331,15 +363,18 @@ def choose_form(
         packed = [
             name
             for name, module, leaf in of
-            if bits != 16 and leaf == "weight" and type(module) is nn.Linear and replaceable(module)
+            if bits != 16 and leaf == "weight" and type(module) is nn.Linear and packable(module)
         ]
         for name, module, _ in of:
             if type(module) is nn.Linear and (whole or name in packed):
                 linears[name] = (parameter.shape[0], parameter.shape[1])
             elif whole:
                 embeddings.add(name)
+        if bits == AUTO_BITS and (keeps or any(name in decoded for name in names)):
+            rounded.update(packed)
         for name in packed:
-            sizes[key][name] = sum(map(part_bytes, _parts(bits, name, *linears[name])))
+            parts = _parts(bits, name, *linears[name], decoded=name in rounded)
+            sizes[key][name] = sum(map(part_bytes, parts))
         if packed and len(packed) == len(of):
             # Only the packer reads it, in the stored type.
             kept.update(names)
@@ -373,6 +408,8 @@ def choose_form(
         kept=frozenset(kept),
         encodings=found_encodings,
         encoded=encoded,
+        decoded=frozenset(rounded),
+        latents=frozenset(name for name in linears if model.get_submodule(name) in latents),
         nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
         head_bytes=head,
         in_layers=in_layers,

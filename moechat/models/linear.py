@@ -183,7 +183,7 @@ class PackedLinear(_Dense):
         super().__init__(layout.rows, layout.cols, bias, dtype)
         self.layout = layout
         self.data = data
-        self._activation_bits = activation_bits
+        self.activation_bits = activation_bits
         self._product: _native.DenseProduct | None = None
 
     @property
@@ -207,12 +207,12 @@ class PackedLinear(_Dense):
 
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         _native.linear_forward(
-            self.layout, self.data, x, self._bias32, out, activation_bits=self._activation_bits
+            self.layout, self.data, x, self._bias32, out, activation_bits=self.activation_bits
         )
 
     def product(self) -> _native.DenseProduct:
         """The product as an object for native code; it keeps the weights alive."""
-        return _native.packed_product(self.layout, self.data, self._bias32, self._activation_bits)
+        return _native.packed_product(self.layout, self.data, self._bias32, self.activation_bits)
 
 
 class SplitLinear(_Dense):

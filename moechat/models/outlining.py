@@ -173,13 +173,15 @@ def outline_skeleton(
     model, first = skeleton.model, skeleton.experts[0]
     text = model.config.get_text_config()
     trial = _try_out(skeleton, dtype, kv_bits=kv_bits)
+    encodings, decoded = stored_encodings(skeleton, source)
     form = choose_form(
         skeleton,
         stored_types(skeleton, source),
         bits=16 if on_gpu and dense_bits == AUTO_BITS else dense_bits,
         # A GPU computes in floats. With 16 bits the logits hardly depend on the blocks that the CPU computes.
         activation_bits=max(16, activation_bits) if on_gpu else activation_bits,
-        encodings=stored_encodings(skeleton, source),
+        encodings=encodings,
+        decoded=decoded,
         reads=trial.reads,
         stored_rows=not on_gpu,
     )

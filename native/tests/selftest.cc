@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -531,9 +532,12 @@ struct SurroundedLayer : AttentionLayer {
   }
 };
 
-// Layers with latent attention whose queries are projected twice.
+// Layers with latent attention whose queries are projected twice; its weights are packed in kBits, or 0:
+// elements.
+template <int kBits>
 struct LatentLayer {
-  static constexpr std::int64_t kHidden = 70, kHeads = 3, kPlain = 19, kRotated = 6, kRank = 41, kValue = 13;
+  static constexpr std::int64_t kPlain = kBits == 0 ? 19 : 32, kValue = kBits == 0 ? 13 : 16;
+  static constexpr std::int64_t kHidden = 70, kHeads = 3, kRotated = 6, kRank = 41;
   static constexpr std::int64_t kShort = 29, kCapacity = 6;
   struct Sequence {
     unsigned seed;
@@ -549,6 +553,7 @@ struct LatentLayer {
   std::vector<float> norm = random_values(generator, kHidden), short_norm = random_values(generator, kShort);
   std::vector<float> latent_norm = random_values(generator, kRank);
   std::vector<float> weight = random_values(generator, kHeads*(kPlain + kValue) * kRank);
+  std::optional<Packed> packed;
   std::vector<float> angles = random_values(generator, kRotated);
   SharedFeed feed{generator, kHidden};
   LatentStep task{};
@@ -563,6 +568,13 @@ struct LatentLayer {
     task.latent = product_of(latent);
     task.latent_norm = norm_of(latent_norm);
     task.attention = {ElementType::kFloat32, kHeads, kPlain, kRotated, kRank, kValue, weight.data(), 0.2f};
+    if (kBits > 0) {
+      packed.emplace(generator, kHeads * (kPlain + kValue), kRank, kBits);
+      task.attention.packed = true;
+      task.attention.layout = packed->layout;
+      task.attention.weight = packed->data.get();
+      task.attention.activation_bits = 8;
+    }
     task.angles = kRotated;
     task.neighbours = true;
     task.output = product_of(output);
@@ -726,25 +738,34 @@ void steps_of_layers() {
   AttentionLayer attention;
   SurroundedLayer surrounded;
   ConvLayer conv;
-  LatentLayer latent;
+  LatentLayer<0> latent;
+  LatentLayer<4> latent4;
+  LatentLayer<6> latent6;
+  LatentLayer<8> latent8;
   DeltaLayer delta;
   MambaLayer mamba;
   sequences_of(attention);
   sequences_of(surrounded);
   sequences_of(conv);
   sequences_of(latent);
+  sequences_of(latent4);
+  sequences_of(latent6);
+  sequences_of(latent8);
   sequences_of(delta);
   sequences_of(mamba);
   attention.task.query.rows -= 1;
   surrounded.task.feed.norms->result.cols -= 1;
   conv.task.mixer.input.rows -= 1;
   latent.task.latent_norm.cols -= 1;
+  latent6.task.attention.value_dim = 8;
+  latent6.task.attention.plain = 40;
   delta.task.mixer.output.cols -= 1;
   mamba.mixer.input.rows -= 1;
   expect_refused([&] { check_layer_step(attention.task); });
   expect_refused([&] { check_layer_step(surrounded.task); });
   expect_refused([&] { check_state_step(conv.task); });
   expect_refused([&] { check_latent_step(latent.task); });
+  expect_refused([&] { check_latents(latent6.task.attention); });
   expect_refused([&] { check_state_step(delta.task); });
   expect_refused([&] { check_mamba_mixer(mamba.mixer); });
 }

@@ -107,7 +107,7 @@ def test_dense_weights_have_the_values_of_a_quantised_file(
     with moechat.load(exact, dense_bits=16, activation_bits=32, dtype="float32") as engine:
         expected = np.asarray(engine.logits(TOKENS))
     assert "lm_head" in form.encodings
-    # The file has these transposed. Where they are not computed by themselves, they are quantised to 8 bits.
+    # The file has these transposed, so they are quantised to 8 bits.
     assert {layer.rpartition(".")[2] for layer in form.quantised} <= {"kv_b_proj"}
     # The median, because where two experts are nearly equal the least rounding exchanges them.
     errors = np.abs(ours - expected).max(axis=1) / np.abs(expected).max()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,9 @@ def test_native_decoding_equals_the_family_s_modules(
     family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config(family))
-    engine = moechat.load(tmp_path / "model", bits=16, dtype=dtype)
+    # Where inputs become integers, the least difference grows, and parts of latent attention have other ones.
+    load = partial(moechat.load, tmp_path / "model", bits=16, activation_bits=32)
+    engine = load(dtype=dtype)
     vars(engine.loaded.model).pop("forward", None)
     for name in engine.loaded.native_modules.layers:
         del vars(engine.loaded.model.get_submodule(name))[
@@ -411,7 +414,7 @@ def test_native_decoding_equals_the_family_s_modules(
         return
     # Roundings differ by processor and library, and one may change which expert is chosen. So most tokens are
     # to be as close to float32 as with the family's modules.
-    whole = moechat.load(tmp_path / "model", bits=16, dtype="float32")
+    whole = load(dtype="float32")
     whole.loaded.native_modules.undo()
     exact = torch.cat([decode(whole), *(decode(whole, text) for text in texts)])
     assert relative_errors(ours, exact).median() < 1.25 * relative_errors(plain, exact).median()

@@ -108,6 +108,51 @@ def test_a_weight_of_unknown_type_stays_a_torch_tensor() -> None:
     assert choose_form(skeleton, {}, bits=4, activation_bits=16).linears == {}
 
 
+LATENT = {"qk_nope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 24}
+
+
+@pytest.mark.parametrize("bits", ["auto", 8, 6, 4])
+def test_projections_of_latents_are_packed_on_the_cpu_if_heads_are_whole_tiles(bits: DenseBits) -> None:
+    skeleton, form = form_of("deepseek_v3", 0, bits, **LATENT)
+    names = {name for name, _ in skeleton.model.named_modules() if name.endswith("kv_b_proj")}
+    assert names
+    assert names <= form.linears.keys()
+    assert {parts[0][2] for parts in map(form.parts_of, names)} == {6 if bits == "auto" else bits}
+    stored = dict.fromkeys(skeleton.state, torch.bfloat16)
+    others = [
+        form_of("deepseek_v3", 0, bits, **(LATENT | {"v_head_dim": 24}))[1],
+        form_of("deepseek_v3", 0, 16, **LATENT)[1],
+        choose_form(skeleton, stored, bits=bits, activation_bits=16, stored_rows=False),
+    ]
+    for other in others:
+        assert not names & other.linears.keys()
+    assert form.nbytes < others[1].nbytes
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_encoded_projections_of_latents_are_rounded_again_in_eight_bits(whole: bool) -> None:
+    skeleton, _ = form_of("deepseek_v3", 0, "auto", **(LATENT | {"kv_lora_rank": 32}))
+    stored = dict.fromkeys(skeleton.state, torch.float16)
+    weights = {name for name in skeleton.state if name.endswith("kv_b_proj.weight")}
+    layers = {name.removesuffix(".weight") for name in weights}
+    for bits, expected in (("auto", 8), (6, 6)):
+        form = choose_form(
+            skeleton,
+            stored,
+            bits=bits,
+            activation_bits=8,
+            encodings=dict.fromkeys(weights, "q8_0") if whole else {},
+            decoded=() if whole else weights,
+        )
+        assert layers <= set(form.quantised)
+        assert {form.parts_of(name)[0][2] for name in layers} == {expected}
+        assert layers <= form.encoded.keys() if whole else not form.encoded
+        assert {form.activation_bits_of(name) for name in layers} == {16}
+        assert form.activation_bits_of("lm_head") == 8
+    kept = choose_form(skeleton, stored, bits=16, activation_bits=8, encodings=dict.fromkeys(weights, "q8_0"))
+    assert not layers & kept.linears.keys()
+
+
 class _Reader(nn.Module):
     """Calls one layer, and reads another one's weight itself, as some families do."""
 

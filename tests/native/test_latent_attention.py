@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
+from isa_runner import isa_runner
 
 from moechat import _native
 from moechat.models.decode.probe import close
@@ -20,6 +22,10 @@ SIZES: list[Sizes] = [
     (3, 20, 12, 40, 24),
     (2, 7, 6, 275, 67),
 ]
+# Packed weights: the first two of those, and with groups that are not full.
+PACKED: list[Sizes] = [*SIZES[:2], (3, 32, 12, 40, 16), (2, 16, 6, 275, 48)]
+# Relative error against float64 with the same weights, by the bits of inputs; as test_linear.py.
+BOUNDS = {32: 1e-5, 16: 1e-4, 8: 2e-2}
 SCALE = 0.11
 
 
@@ -52,11 +58,14 @@ def attended(
     query: torch.Tensor,
     latents: torch.Tensor,
     turned: torch.Tensor,
+    packed: tuple[_native.LinearLayout, np.ndarray, int] | None = None,
 ) -> torch.Tensor:
     heads, plain, rotated, rank, value = sizes
     run = _native.LatentAttention(
         ELEMENTS[weight.dtype], heads, plain, rotated, rank, value, weight.data_ptr(), SCALE
     )
+    if packed is not None:
+        run = run.packed(*packed)
     out = torch.full((heads, value), torch.nan, dtype=weight.dtype)
     run(
         *(query.data_ptr(), query.stride(0), latents.data_ptr(), latents.stride(0)),
@@ -105,6 +114,78 @@ def test_the_result_does_not_depend_on_threads(sizes: Sizes) -> None:
         _native.set_num_threads(count)
         results.append(attended(sizes, *given))
     assert all(torch.equal(results[0], other) for other in results)
+
+
+def quantised(
+    sizes: Sizes, bits: int, activation_bits: int, weight: torch.Tensor
+) -> tuple[tuple[_native.LinearLayout, np.ndarray, int], torch.Tensor]:
+    """The weight packed, and as it is then."""
+    rows = weight.float().flatten(0, 1).numpy()
+    layout = _native.LinearLayout(*rows.shape, bits)
+    data = _native.pack_linear(layout, rows)
+    values = torch.from_numpy(_native.unpack_linear(layout, data)).view(weight.shape)
+    return (layout, data, activation_bits), values
+
+
+@pytest.mark.parametrize("activation_bits", list(BOUNDS))
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("sizes", PACKED)
+def test_packed_weights_give_what_their_values_give(sizes: Sizes, bits: int, activation_bits: int) -> None:
+    for dtype in ELEMENTS:
+        weight, *rows = inputs(sizes, 70, dtype)
+        packed, values = quantised(sizes, bits, activation_bits, weight)
+        wanted = expanded(sizes, values, *rows)
+        got = attended(sizes, weight, *rows, packed=packed).double()
+        rounding = {torch.float32: 0.0, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+        error = (got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+        assert error < BOUNDS[activation_bits] + rounding
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_the_result_of_packed_weights_does_not_depend_on_threads(bits: int) -> None:
+    for sizes in PACKED:
+        weight, *rows = inputs(sizes, 300, torch.bfloat16)
+        packed, _ = quantised(sizes, bits, 8, weight)
+        results = []
+        for count in (1, 2, 3, 7):
+            _native.set_num_threads(count)
+            results.append(attended(sizes, weight, *rows, packed=packed))
+        assert all(torch.equal(results[0], other) for other in results)
+
+
+@pytest.fixture(scope="module")
+def run_under() -> Iterator[Callable[[str], None]]:
+    """Runs some of these tests under an instruction set."""
+    with isa_runner(__file__, "packed_weights or expanded_keys") as run:
+        yield run
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_every_instruction_set_computes_the_same(isa: str, run_under: Callable[[str], None]) -> None:
+    run_under(isa)
+
+
+def test_packed_weights_that_do_not_fit_are_refused() -> None:
+    def run(*sizes: int) -> _native.LatentAttention:
+        return _native.LatentAttention("float32", *sizes, 0, 1.0)
+
+    def packed(rows: int, cols: int, bits: int) -> tuple[_native.LinearLayout, np.ndarray]:
+        layout = _native.LinearLayout(rows, cols, bits)
+        return layout, np.zeros(layout.nbytes, np.uint8)
+
+    fits = packed(64, 40, 6)
+    run(2, 16, 4, 40, 16).packed(*fits, 8)
+    with pytest.raises(ValueError, match="plain and value_dim must be multiples of 16"):
+        run(2, 12, 4, 40, 20).packed(*fits, 8)
+    for rows, cols in ((96, 40), (64, 41)):
+        with pytest.raises(ValueError, match="rows or columns do not fit the heads"):
+            run(2, 16, 4, 40, 16).packed(*packed(rows, cols, 6), 8)
+    with pytest.raises(ValueError, match="must have 4, 6 or 8 bits"):
+        run(2, 16, 4, 40, 16).packed(*packed(64, 40, 3), 8)
+    with pytest.raises(ValueError, match="activations of 9 bits"):
+        run(2, 16, 4, 40, 16).packed(*fits, 9)
+    with pytest.raises(ValueError, match="data"):
+        run(2, 16, 4, 40, 16).packed(fits[0], fits[1][:-1], 8)
 
 
 def test_sizes_that_are_not_possible_are_refused() -> None:

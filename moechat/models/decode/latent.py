@@ -3,6 +3,7 @@
 DeepSeek's families store one latent vector per token and, at every step, expand it to keys and values of
 every head for the whole context. The result is the same if the query is projected into the latent space
 instead: the latents are then keys and values of one head that all queries share, and nothing is expanded.
+The weights are a torch tensor, or packed like those of other layers.
 """
 
 from __future__ import annotations
@@ -19,34 +20,43 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.probe import close, probing
 from moechat.models.element_types import ELEMENTS
+from moechat.models.linear import PackedLinear
 
 LATENT = "_moechat_latent"
 _PROBE_KEYS = 5
+_TILE_ROWS = 16  # of packed weights
+_HEAD_PARTS = ("qk_nope_head_dim", "v_head_dim")  # of the rows of kv_b_proj
 
 
 class Latent:
     """Latent attention of one module.
 
     Args:
-        module: An attention module with ``expand_kv``, as required by :func:`recognise_latent`.
+        module: An attention module with ``expand_kv``, as required by :func:`recognise_latent`. Its
+            ``kv_b_proj`` is an ``nn.Linear`` or packed.
     """
 
     def __init__(self, module: Any) -> None:
         self.expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] = module.expand_kv
-        weight: torch.Tensor = module.kv_b_proj.weight.detach()
+        linear: nn.Linear | PackedLinear = module.kv_b_proj
+        self._linear = linear
         self.plain, self.value_dim = module.qk_nope_head_dim, module.v_head_dim
-        self.rotated, self.rank = module.qk_rope_head_dim, weight.shape[1]
-        self._weight = weight.contiguous()
-        heads = self._weight.view(-1, self.plain + self.value_dim, self.rank)
-        self.heads = heads.shape[0]
-        self._to_latent = heads[:, : self.plain]  # [heads, plain, rank]
-        self._to_values = heads[:, self.plain :].transpose(1, 2)  # [heads, rank, value_dim]
+        self.rotated, self.rank = module.qk_rope_head_dim, linear.in_features
+        self.heads = linear.out_features // (self.plain + self.value_dim)
         self._runs: dict[float, _native.LatentAttention] = {}
+        if isinstance(linear, PackedLinear):
+            self.dtype, self.device = linear.dtype, torch.device("cpu")
+        else:
+            self.dtype, self.device = linear.weight.dtype, linear.weight.device
+            self._weight = linear.weight.detach().contiguous()
+            heads = self._weight.view(self.heads, -1, self.rank)
+            self._to_latent = heads[:, : self.plain]  # [heads, plain, rank]
+            self._to_values = heads[:, self.plain :].transpose(1, 2)  # [heads, rank, value_dim]
 
     def expanded(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference of ``expand_kv`` for ``[1, 1, context, rank]`` and ``[1, 1, context, rotated]``."""
         context = latent.shape[2]
-        both = (latent @ torch.cat([self._to_latent, self._to_values.transpose(1, 2)], 1).transpose(1, 2))[0]
+        both = self._linear(latent[0, 0]).view(context, self.heads, -1).transpose(0, 1)
         keys = torch.cat([both[..., : self.plain], rotated[0].expand(self.heads, context, -1)], -1)
         return keys[None], both[None, ..., self.plain :]
 
@@ -61,7 +71,7 @@ class Latent:
             query.shape != (1, self.heads, 1, self.plain + self.rotated)
             or latent.shape != (1, 1, context, self.rank)
             or rotated.shape != (1, 1, context, self.rotated)
-            or not (latent.dtype is rotated.dtype is self._to_latent.dtype is dtype)
+            or not (latent.dtype is rotated.dtype is self.dtype is dtype)
             or not latent.stride(-1) == rotated.stride(-1) == query.stride(-1) == 1
             or not query.is_cpu
         ):
@@ -84,8 +94,13 @@ class Latent:
         run = self._runs.get(scale)
         if run is None:
             sizes = (self.heads, self.plain, self.rotated, self.rank, self.value_dim)
-            at = self._weight.data_ptr()
-            run = self._runs[scale] = _native.LatentAttention(ELEMENTS[dtype], *sizes, at, scale)
+            linear = self._linear
+            packed = isinstance(linear, PackedLinear)
+            at = 0 if packed else self._weight.data_ptr()
+            run = _native.LatentAttention(ELEMENTS[dtype], *sizes, at, scale)
+            if isinstance(linear, PackedLinear):
+                run = run.packed(linear.layout, linear.data, linear.activation_bits)
+            self._runs[scale] = run
         return run
 
     def to_latents(self, query: torch.Tensor) -> torch.Tensor:
@@ -100,15 +115,24 @@ class Latent:
         return torch.bmm(sums[0].transpose(0, 1), self._to_values).transpose(0, 1)[None]
 
 
-def latent_projections(model: nn.Module) -> set[nn.Module]:
-    """Layers whose weights :class:`Latent` uses per head, which therefore must stay torch layers."""
-    found = {_projection(module) for module in model.modules()}
-    return {linear for linear in found if linear is not None}
+def latent_projections(model: nn.Module) -> dict[nn.Module, bool]:
+    """Layers whose weights :class:`Latent` uses per head, and whether it also takes them packed: if the rows
+    for keys and for values of a head both are whole tiles. Else they must stay torch layers.
+    """
+    found: dict[nn.Module, bool] = {}
+    for module in model.modules():
+        linear = _projection(module)
+        if linear is not None:
+            parts = [getattr(module, name, None) for name in _HEAD_PARTS]
+            found[linear] = linear.bias is None and all(
+                isinstance(part, int) and part % _TILE_ROWS == 0 for part in parts
+            )
+    return found
 
 
-def _projection(module: Any) -> nn.Linear | None:
+def _projection(module: Any) -> nn.Linear | PackedLinear | None:
     linear = getattr(module, "kv_b_proj", None)
-    if not callable(getattr(module, "expand_kv", None)) or type(linear) is not nn.Linear:
+    if not callable(getattr(module, "expand_kv", None)) or type(linear) not in (nn.Linear, PackedLinear):
         return None
     return linear if _passes_unchanged(type(module).forward) else None
 
@@ -118,17 +142,18 @@ def recognise_latent(module: Any) -> Latent | None:
     linear = _projection(module)
     if linear is None:
         return None
-    if linear.bias is not None or linear.weight.dtype not in ELEMENTS or linear.weight.is_meta:
+    if linear.bias is not None or any(parameter.is_meta for parameter in linear.parameters()):
         return None
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if any(type(getattr(module, name, None)) is not int for name in names):
+    if any(type(getattr(module, name, None)) is not int for name in (*_HEAD_PARTS, "qk_rope_head_dim")):
         return None
-    if linear.weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):
+    if linear.out_features % (module.qk_nope_head_dim + module.v_head_dim):
         return None
     latent = Latent(module)
+    if latent.dtype not in ELEMENTS:
+        return None
     with probing() as generator:
         kept, rotated = (
-            torch.randn((1, 1, _PROBE_KEYS, width), generator=generator).to(linear.weight)
+            torch.randn((1, 1, _PROBE_KEYS, width), generator=generator).to(latent.device, latent.dtype)
             for width in (latent.rank, latent.rotated)
         )
         try:

@@ -191,6 +191,19 @@ void bind_decode(py::module_& m) {
            }),
            py::arg("type"), py::arg("heads"), py::arg("plain"), py::arg("rotated"), py::arg("rank"),
            py::arg("value_dim"), py::arg("weight"), py::arg("scale"))
+      .def(
+          "packed",
+          [](const LatentHeads& own, const LinearLayout& layout, const py::array& data, int activation_bits) {
+            check_activation_bits(activation_bits);
+            LatentHeads made{own.task, data};
+            made.task.weight = checked<std::uint8_t>("data", data, {layout.nbytes});
+            made.task.packed = true;
+            made.task.layout = layout;
+            made.task.activation_bits = activation_bits;
+            check_latents(made.task);
+            return made;
+          },
+          py::arg("layout"), py::arg("data"), py::arg("activation_bits"))
       .def("__call__", &LatentHeads::run, py::arg("query"), py::arg("query_head"), py::arg("latents"),
            py::arg("latent_token"), py::arg("turned"), py::arg("turned_token"), py::arg("context"),
            py::arg("out"));

@@ -99,6 +99,7 @@ struct Attention {
 
 struct LatentHeads {
   LatentAttention task;
+  py::object kept = py::none();  // the array of packed weights
 
   void run(Address query, std::int64_t query_head, Address latents, std::int64_t latent_token, Address turned,
            std::int64_t turned_token, std::int64_t context, Address out) const {

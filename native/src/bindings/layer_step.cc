@@ -288,6 +288,7 @@ LatentLayer make_latent(const Norm& before, std::optional<std::pair<Product, Nor
   task.feed = feed.task;
   check_latent_step(task);
   for (Product* product : {&query, &latent, &output}) step.kept.push_back(std::move(*product));
+  step.kept.push_back({StepProduct{}, {attention.kept}});
   return step;
 }
 

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "kernels/isa/dispatch.h"
 #include "kernels/threads/thread_pool.h"
@@ -39,11 +41,27 @@ void for_parts(std::int64_t heads, std::int64_t count, std::int64_t each, std::i
 
 }  // namespace
 
+void check_latents(const LatentAttention& attention) {
+  if (!attention.packed) return;
+  const LinearLayout& layout = attention.layout;
+  const auto require = [](bool fits, const char* what) {
+    if (!fits) throw std::invalid_argument(std::string("packed weights of latent attention: ") + what);
+  };
+  require(!layout.kept() && (layout.bits == 4 || layout.bits == 6 || layout.bits == 8),
+          "they must have 4, 6 or 8 bits");
+  require(attention.plain % kTileRows == 0 && attention.value_dim % kTileRows == 0,
+          "plain and value_dim must be multiples of 16");
+  require(layout.rows == attention.heads * (attention.plain + attention.value_dim) &&
+              layout.cols == attention.rank,
+          "rows or columns do not fit the heads");
+}
+
 std::int64_t latent_bytes(const LatentAttention& attention) {
   const std::int64_t size = element_bytes(attention.type), heads = attention.heads, rank = attention.rank;
   const std::int64_t wide = attention.plain > rank ? attention.plain : rank;
   return Arena::bytes_of(heads * wide * 4) + Arena::bytes_of(heads * (rank + attention.rotated) * size) +
-         Arena::bytes_of(heads * rank * size);
+         Arena::bytes_of(heads * rank * size) +
+         (attention.packed ? Arena::bytes_of(heads * attention.value_dim * 4) : 0);
 }
 
 void attend_latents(const LatentAttention& attention, const LatentCall& call) {
@@ -72,7 +90,16 @@ void attend_latents_in(Arena& arena, const LatentAttention& attention, const Lat
   task.plain = plain;
   task.value_dim = attention.value_dim;
   task.rank = rank;
-  task.weight = attention.weight;
+  if (attention.packed) {
+    const LinearLayout& layout = attention.layout;
+    task.bits = layout.bits;
+    task.groups = layout.groups;
+    task.group_bytes = layout.group_bytes;
+    task.q = static_cast<const unsigned char*>(attention.weight);
+    task.sz = task.q + layout.sz;
+  } else {
+    task.weight = attention.weight;
+  }
   task.x = floats;
   task.out = queries;
   task.out_head = width;
@@ -101,6 +128,15 @@ void attend_latents_in(Arena& arena, const LatentAttention& attention, const Lat
   attend(attend_task);
 
   kernel.widen(type, sums, heads * rank, floats);
+  if (attention.packed) {
+    const std::int64_t count = heads * attention.value_dim;
+    auto* values = arena.take<float>(count * 4);
+    const auto* data = static_cast<const unsigned char*>(attention.weight);
+    linear_blocks_forward({&attention.layout, data, heads, plain, plain + attention.value_dim,
+                           attention.value_dim, floats, values, attention.activation_bits});
+    kernel.narrow(type, values, count, call.out);
+    return;
+  }
   task.out = call.out;
   task.out_head = attention.value_dim;
   for_parts(heads, attention.value_dim, kLatentRows, heads * attention.value_dim * rank,

@@ -7,15 +7,24 @@
 
 #include "kernels/decode/decode.h"
 #include "kernels/decode/step_memory.h"
+#include "kernels/dense/linear.h"
 
 namespace moechat {
 
+// Invariants of packed weights, which check_latents() verifies: a row for each of plain + value_dim of a
+// head, both whole tiles, so that no tile has rows of two kinds; codes of 4, 6 or 8 bits.
 struct LatentAttention {
   ElementType type;
   std::int64_t heads, plain, rotated, rank, value_dim;  // a query has plain + rotated elements
-  const void* weight;                                   // as LatentTask
+  const void* weight;                                   // elements as in LatentTask, or packed
   float scale;                                          // of the products of queries and keys
+  bool packed = false;
+  LinearLayout layout{};    // if packed: [heads * (plain + value_dim), rank]
+  int activation_bits = 0;  // if packed: of the sums of latents that are multiplied to values
 };
+
+// Throws std::invalid_argument for packed weights that do not fit the heads.
+void check_latents(const LatentAttention& attention);
 
 struct LatentCall {
   const void* query;  // [heads, plain + rotated] by the heads' stride, in elements

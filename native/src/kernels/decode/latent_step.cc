@@ -52,6 +52,7 @@ void check_latent_step(const LatentStep& step) {
               "output projection and heads");
   require_fit(heads.rotated % 2 == 0 && (step.angles == heads.rotated || 2 * step.angles == heads.rotated),
               "angles and heads");
+  check_latents(heads);
   check_feed_step(step.feed);
 }
 

@@ -137,82 +137,161 @@ void unpack_linear(const LinearLayout& layout, const unsigned char* data, float*
   });
 }
 
-void linear_forward(const LinearCall& call) {
-  check_activation_bits(call.activation_bits);
-  const KernelTable& kernel = kernels();
-  const LinearLayout& layout = *call.layout;
-  const IntegerKernels& integers = layout.kept() ? *kernel.kept : *kernel.integer;
-  const bool floats = layout.kept() && needs_floats(layout.encoding);
-  const bool integer = call.activation_bits != kFloatActivations && !floats;
-  const std::int64_t padded = layout.groups * kGroupColumns;
-  const std::int64_t row_bytes =
-      integer ? layout.groups * 8 * call.activation_bits : padded * static_cast<std::int64_t>(sizeof(float));
-  const std::int64_t step = std::max<std::int64_t>(1, kTokenBytes / row_bytes);
+namespace {
 
-  ThreadPool::Session session;
-  const std::int64_t threads = ThreadPool::num_threads();
-  for (std::int64_t first = 0; first < call.tokens; first += step) {
-    const std::int64_t count = std::min(step, call.tokens - first);
+// Products with one matrix: prepares inputs as its kernels take them, and calls these.
+class Products {
+ public:
+  Products(const LinearLayout& layout, const unsigned char* data, int activation_bits)
+      : layout_(layout),
+        kernel_(kernels()),
+        integers_(layout.kept() ? *kernel_.kept : *kernel_.integer),
+        integer_(activation_bits != kFloatActivations && !(layout.kept() && needs_floats(layout.encoding))),
+        activation_bits_(activation_bits),
+        data_(data) {
+    check_activation_bits(activation_bits);
+  }
+
+  std::int64_t row_bytes() const {
+    return integer_ ? layout_.groups * 8 * activation_bits_
+                    : layout_.groups * kGroupColumns * static_cast<std::int64_t>(sizeof(float));
+  }
+
+  // A task for x [count, cols], without bias and out.
+  LinearTask prepare(ThreadPool::Session& session, const float* x, std::int64_t count) const {
     LinearTask task{};
-    task.encoding = layout.encoding;
-    task.activation_bits = call.activation_bits;
-    task.rows = layout.rows;
-    task.cols = layout.cols;
-    task.groups = layout.groups;
-    task.group_bytes = layout.group_bytes;
-    task.q = call.data;
-    task.sz = call.data + layout.sz;
-    task.super = call.data + layout.super;
-    task.bias = call.bias;
+    task.encoding = layout_.encoding;
+    task.activation_bits = activation_bits_;
+    task.rows = layout_.rows;
+    task.cols = layout_.cols;
+    task.groups = layout_.groups;
+    task.group_bytes = layout_.group_bytes;
+    task.q = data_;
+    task.sz = data_ + layout_.sz;
+    task.super = data_ + layout_.super;
     task.reading = weight_reading();
     task.tokens = count;
-    task.out = call.out + first * layout.rows;
-    const float* from = call.x + first * layout.cols;
-    // The caller alone prepares few tokens, which is faster than waking another thread.
-    const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / row_bytes);
-    if (integer) {
-      task.x_quantised = {session.scratch<std::int8_t>(kPlanes, count * row_bytes),
-                          session.scratch<float>(kScales, count * layout.groups),
-                          session.scratch<InputSums>(kSums, count * layout.groups)};
-      session.parallel_for(
-          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-            const QuantisedRows& rows = task.x_quantised;
-            const std::int64_t at = begin * layout.groups;
-            integers.quantise_rows(layout.encoding, call.activation_bits, from + begin * layout.cols,
-                                   layout.cols, end - begin,
-                                   {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
-          });
+    if (integer_) {
+      task.x_quantised = {session.scratch<std::int8_t>(kPlanes, count * row_bytes()),
+                          session.scratch<float>(kScales, count * layout_.groups),
+                          session.scratch<InputSums>(kSums, count * layout_.groups)};
+      each_row(session, count, [&](std::int64_t begin, std::int64_t end) {
+        const LinearTask own = from_row(task, begin);
+        integers_.quantise_rows(layout_.encoding, activation_bits_, x + begin * layout_.cols, layout_.cols,
+                                end - begin, own.x_quantised);
+      });
     } else {
-      auto* inputs = session.scratch<float>(kInputs, count * padded);
-      auto* sums = session.scratch<float>(kSums, count * layout.groups * 2);
-      session.parallel_for(
-          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-            kernel.prepare_tokens(layout.kept() ? 16 : layout.bits, from + begin * layout.cols, layout.cols,
-                                  end - begin, inputs + begin * padded, sums + begin * layout.groups * 2);
-          });
+      auto* inputs = session.scratch<float>(kInputs, count * layout_.groups * kGroupColumns);
+      auto* sums = session.scratch<float>(kSums, count * layout_.groups * 2);
+      each_row(session, count, [&](std::int64_t begin, std::int64_t end) {
+        kernel_.prepare_tokens(layout_.kept() ? 16 : layout_.bits, x + begin * layout_.cols, layout_.cols,
+                               end - begin, inputs + begin * layout_.groups * kGroupColumns,
+                               sums + begin * layout_.groups * 2);
+      });
       task.x = inputs;
       task.x_sums = sums;
     }
-    if (integer && integers.many != nullptr && count >= integers.many->threshold) {
-      const ManyTokens& many = *integers.many;
-      const std::int64_t bytes = many.row_bytes(layout.encoding, call.activation_bits, layout.groups);
-      auto* gathered = session.scratch<unsigned char>(kManyInputs, (count + many.rows_after) * bytes);
-      session.parallel_for(
-          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-            many.gather(layout.encoding, call.activation_bits, task.x_quantised, layout.groups, nullptr,
-                        begin, end - begin, gathered + begin * bytes);
-          });
-      task.many = &many;
-      task.many_x = gathered;
+    return task;
+  }
+
+  // Lets a task for many tokens be computed as such.
+  void gather_many(ThreadPool::Session& session, LinearTask& task) const {
+    if (!integer_ || integers_.many == nullptr || task.tokens < integers_.many->threshold) return;
+    const ManyTokens& many = *integers_.many;
+    const std::int64_t bytes = many.row_bytes(layout_.encoding, activation_bits_, layout_.groups);
+    auto* gathered = session.scratch<unsigned char>(kManyInputs, (task.tokens + many.rows_after) * bytes);
+    each_row(session, task.tokens, [&](std::int64_t begin, std::int64_t end) {
+      many.gather(layout_.encoding, activation_bits_, task.x_quantised, layout_.groups, nullptr, begin,
+                  end - begin, gathered + begin * bytes);
+    });
+    task.many = &many;
+    task.many_x = gathered;
+  }
+
+  // The task with its inputs from row `row` on.
+  LinearTask from_row(LinearTask task, std::int64_t row) const {
+    const std::int64_t at = row * layout_.groups;
+    if (integer_) {
+      task.x_quantised.planes += row * row_bytes();
+      task.x_quantised.scales += at;
+      task.x_quantised.sums += at;
+    } else {
+      task.x += at * kGroupColumns;
+      task.x_sums += at * 2;
     }
-    const std::int64_t limit = std::clamp<std::int64_t>(layout.nbytes / kBytesPerThread, 1, threads);
-    WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, layout.tiles, kTileGrain);
+    return task;
+  }
+
+  // Calls run(begin, end) for parts of `tiles` tiles of `nbytes` bytes.
+  template <class Run>
+  void each_tile(ThreadPool::Session& session, std::int64_t tiles, std::int64_t nbytes,
+                 const Run& run) const {
+    const std::int64_t threads = ThreadPool::num_threads();
+    const std::int64_t limit = std::clamp<std::int64_t>(nbytes / kBytesPerThread, 1, threads);
+    WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, tiles, kTileGrain);
     session.parallel(static_cast<int>(limit), [&](int thread, int) {
-      ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
-        integer ? integers.linear(task, begin, end) : kernel.linear(task, begin, end);
-      });
+      ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) { run(begin, end); });
     });
   }
+
+  void multiply(const LinearTask& task, std::int64_t begin, std::int64_t end) const {
+    integer_ ? integers_.linear(task, begin, end) : kernel_.linear(task, begin, end);
+  }
+
+ private:
+  // The caller alone prepares few rows, which is faster than waking another thread.
+  template <class Run>
+  void each_row(ThreadPool::Session& session, std::int64_t count, const Run& run) const {
+    const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / row_bytes());
+    session.parallel_for(ThreadPool::num_threads(), count, grain, run);
+  }
+
+  const LinearLayout& layout_;
+  const KernelTable& kernel_;
+  const IntegerKernels& integers_;
+  const bool integer_;
+  const int activation_bits_;
+  const unsigned char* const data_;
+};
+
+}  // namespace
+
+void linear_forward(const LinearCall& call) {
+  const LinearLayout& layout = *call.layout;
+  const Products products(layout, call.data, call.activation_bits);
+  const std::int64_t step = std::max<std::int64_t>(1, kTokenBytes / products.row_bytes());
+  ThreadPool::Session session;
+  for (std::int64_t first = 0; first < call.tokens; first += step) {
+    const std::int64_t count = std::min(step, call.tokens - first);
+    LinearTask task = products.prepare(session, call.x + first * layout.cols, count);
+    products.gather_many(session, task);
+    task.bias = call.bias;
+    task.out = call.out + first * layout.rows;
+    products.each_tile(session, layout.tiles, layout.nbytes,
+                       [&](std::int64_t begin, std::int64_t end) { products.multiply(task, begin, end); });
+  }
+}
+
+void linear_blocks_forward(const LinearBlocksCall& call) {
+  const LinearLayout& layout = *call.layout;
+  const Products products(layout, call.data, call.activation_bits);
+  ThreadPool::Session session;
+  LinearTask all = products.prepare(session, call.x, call.blocks);
+  all.tokens = 1;
+  all.rows = call.rows;
+  const std::int64_t each = call.rows / kTileRows, tiles = call.blocks * each;
+  const std::int64_t nbytes = tiles * layout.groups * (layout.group_bytes + kScaleBytes);
+  products.each_tile(session, tiles, nbytes, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t block = begin / each; block * each < end; ++block) {
+      LinearTask task = products.from_row(all, block);
+      const std::int64_t at = (call.first + block * call.stride) / kTileRows * layout.groups;
+      task.q += at * layout.group_bytes;
+      task.sz += at * kScaleBytes;
+      task.out = call.out + block * call.rows;
+      products.multiply(task, std::max<std::int64_t>(0, begin - block * each),
+                        std::min(each, end - block * each));
+    }
+  });
 }
 
 }  // namespace moechat

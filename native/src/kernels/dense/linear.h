@@ -65,4 +65,19 @@ struct LinearCall {
 // std::invalid_argument for other activation_bits.
 void linear_forward(const LinearCall& call);
 
+// Products of blocks of rows that have inputs of their own: out [blocks, rows] from x [blocks, cols], block b
+// of rows [first + b * stride, first + b * stride + rows).
+struct LinearBlocksCall {
+  const LinearLayout* layout;
+  const unsigned char* data;  // [nbytes]
+  std::int64_t blocks, first, stride, rows;
+  const float* x;
+  float* out;  // overwritten; may not overlap x
+  int activation_bits = kDefaultActivationBits;
+};
+
+// As linear_forward(). REQUIRES: first, stride and rows are multiples of 16; all rows are in the matrix; the
+// layout is not kept.
+void linear_blocks_forward(const LinearBlocksCall& call);
+
 }  // namespace moechat

@@ -219,18 +219,25 @@ struct MambaTask {
 };
 
 // A product of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) with the weights of its heads,
-// each of which has `plain` rows that make keys of latents, then `value_dim` rows that make values.
+// each of which has `plain` rows that make keys of latents, then `value_dim` rows that make values. The rows
+// are elements, or packed; latent_values takes elements only.
 struct LatentTask {
   ElementType type;
   std::int64_t heads, plain, value_dim;
   std::int64_t rank;   // elements of a latent
-  const void* weight;  // [heads, plain + value_dim, rank]
+  const void* weight;  // [heads, plain + value_dim, rank], or null: packed
   const float* x;      // of latent_queries: [heads, plain]; of latent_values: [heads, rank]
   void* out;           // of latent_queries: [heads, rank]; of latent_values: [heads, value_dim]; by out_head
   std::int64_t out_head;
+  // Of packed rows, as in a LinearLayout: 4, 6 or 8 bits; plain and value_dim are multiples of 16.
+  int bits;
+  std::int64_t groups, group_bytes;
+  const unsigned char* q;
+  const unsigned char* sz;
 };
 
-static constexpr std::int64_t kLatentColumns = 256;  // most columns of a call of latent_queries
+// Most columns of a call of latent_queries; each call begins at a multiple of it.
+static constexpr std::int64_t kLatentColumns = 256;
 
 struct DecodeKernels {
   void (*rms_norm)(const NormTask& task, std::int64_t row_begin, std::int64_t row_end);
