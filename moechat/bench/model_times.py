@@ -49,6 +49,7 @@ def times_key(engine: Engine) -> TimesKey:
         threads=_native.num_threads(),
         bits=engine.loaded.store.geometry.bits,
         dense_bits=described.dense_bits,
+        dense_bytes=engine.loaded.form.nbytes,
         activation_bits=described.activation_bits,
         kv_bits=described.kv_bits,
     )

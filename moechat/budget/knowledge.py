@@ -79,6 +79,7 @@ def gather(
     dtype: str,
     threads: int,
     dense_bits: DenseBits,
+    dense_bytes: int,
     activation_bits: int,
     kv_bits: int,
     near: Near = "ram",
@@ -94,6 +95,7 @@ def gather(
         dtype: Type of the dense weights, part of the key of measured times.
         threads: Threads that compute, part of that key as well.
         dense_bits: Bits of a dense weight.
+        dense_bytes: Bytes of all dense weights.
         activation_bits: Bits of the inputs of quantised weights.
         kv_bits: Bits of a key or value in the attention cache.
         near: Tier that keeps the experts: ``ram``, or ``gpu``, for which no layer times are measured.
@@ -115,6 +117,7 @@ def gather(
             threads=threads,
             bits=shape.bits,
             dense_bits=dense_bits,
+            dense_bytes=dense_bytes,
             activation_bits=activation_bits,
             kv_bits=kv_bits,
         ),

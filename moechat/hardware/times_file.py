@@ -32,6 +32,7 @@ class TimesKey:
         threads: Number of compute threads.
         bits: Bits per expert weight.
         dense_bits: Bits per dense weight.
+        dense_bytes: Bytes of all dense weights, which change when moechat gives them another form.
         activation_bits: Bits of the inputs in products with quantised weights.
         kv_bits: Bits of a key or value in the attention cache.
     """
@@ -42,6 +43,7 @@ class TimesKey:
     threads: int
     bits: int
     dense_bits: DenseBits
+    dense_bytes: int
     activation_bits: int
     kv_bits: int
 

@@ -204,6 +204,7 @@ def gather_knowledge(
         dtype=outline.dtype,
         threads=_native.num_threads(),
         dense_bits=outline.form.bits,
+        dense_bytes=outline.form.nbytes,
         activation_bits=outline.form.activation_bits,
         kv_bits=outline.cache.bits,
         near=placement.near,

@@ -148,7 +148,6 @@ class DenseForm:
         encoded: Layers whose weights are encoded in the store, with the name of the stored weight. Their
             weights are not loaded as tensors.
         decoded: Layers whose weights are encoded in the store, but not kept so although ``bits`` is ``auto``.
-        latents: Layers that make keys and values of latents.
         nbytes: Bytes of all weights and buffers in memory, shared memory counted once.
         head_bytes: Bytes of the head, included in ``nbytes``.
         in_layers: Bytes of weights between the embedding and the head, included in ``nbytes``.
@@ -163,7 +162,6 @@ class DenseForm:
     encodings: Mapping[str, str] = field(default_factory=dict)
     encoded: Mapping[str, str] = field(default_factory=dict)
     decoded: frozenset[str] = frozenset()
-    latents: frozenset[str] = frozenset()
     nbytes: int = 0
     head_bytes: int = 0
     in_layers: int = 0
@@ -222,14 +220,6 @@ class DenseForm:
         if encoding is not None:
             return ((rows, cols, encoding),)
         return _parts(self.bits, name, rows, cols, decoded=name in self.decoded)
-
-    def activation_bits_of(self, name: str) -> int:
-        """Type of the inputs in products with a packed layer.
-
-        For projections of latents 16 bits at least. A prompt expands latents to keys and values, a decoded
-        token does not, and rounding to 8 bits in different places would make their results differ.
-        """
-        return max(16, self.activation_bits) if name in self.latents else self.activation_bits
 
 
 def _keeps(bits: DenseBits, encoding: str) -> bool:
@@ -409,7 +399,6 @@ def choose_form(
         encodings=found_encodings,
         encoded=encoded,
         decoded=frozenset(rounded),
-        latents=frozenset(name for name in linears if model.get_submodule(name) in latents),
         nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
         head_bytes=head,
         in_layers=in_layers,

@@ -34,6 +34,10 @@ from moechat.models.threads import is_thread_invariant, one_thread
 # Weights widened at a time; the result fits the second-level caches.
 _PANEL_WEIGHTS = 1 << 20
 _PANEL_ROWS = 64
+# Inputs or sums of many tokens in float32 at a time: memory that the allocator keeps for the next part, where
+# pages of its own would cost more than the product. Fewer tokens would read the weights too often.
+_PART_SUMS = 5 << 20
+_PART_TOKENS = 256
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -82,10 +86,18 @@ class _Dense(nn.Module, ABC):
             out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
             self._run_few(ELEMENTS[x.dtype], x.data_ptr(), tokens, out)
             return out
-        flat = self._inputs(x)
-        out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
-        self._run(flat.numpy(), out.numpy())
-        return self._outputs(out, x)
+        rows = x.reshape(-1, self.in_features)
+        out = torch.empty((len(rows), self.out_features), dtype=x.dtype)
+        step = max(_PART_TOKENS, _PART_SUMS // max(self.in_features, self.out_features))
+        same = x.dtype is torch.float32
+        sums = out if same else torch.empty((min(step, len(rows)), self.out_features), dtype=torch.float32)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step].to(torch.float32).contiguous()
+            made = sums[first : first + step] if same else sums[: len(part)]
+            self._run(part.numpy(), made.numpy())
+            if not same:
+                out[first : first + step] = made
+        return out.view(*x.shape[:-1], self.out_features)
 
     @abstractmethod
     def _run_few(self, kind: str, x: int, tokens: int, out: torch.Tensor) -> None:

@@ -66,7 +66,6 @@ class PackedMemory(Protocol):
         at: int,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        activation_bits: int,
     ) -> nn.Module:
         """Create the layer whose packed weights are at an offset.
 
@@ -75,14 +74,14 @@ class PackedMemory(Protocol):
             at: Offset of its first byte.
             bias: ``[rows]``, or ``None``.
             dtype: Type of the model.
-            activation_bits: Type of the inputs in products on the CPU.
         """
         ...
 
 
 class _HostMemory:
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, activation_bits: int) -> None:
         self._data = _native.huge_empty(nbytes)
+        self._activation_bits = activation_bits
 
     def read(self, file: PackedFile) -> bool:
         return file.read(self._data)
@@ -102,13 +101,12 @@ class _HostMemory:
         at: int,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        activation_bits: int,
     ) -> nn.Module:
         parts, row = [], 0
         for layout in layouts:
             data = self._data[at : at + layout.nbytes]
             own = None if bias is None else bias[row : row + layout.rows]
-            parts.append(PackedLinear(layout, data, own, activation_bits, dtype))
+            parts.append(PackedLinear(layout, data, own, self._activation_bits, dtype))
             at += layout.nbytes
             row += layout.rows
         return parts[0] if len(parts) == 1 else SplitLinear(parts)
@@ -143,7 +141,7 @@ def keep_layers(
         return
     encoded = encoded_targets(skeleton, source, form)
     if memory is None:
-        memory, at = _HostMemory(kept_bytes(form)), 0
+        memory, at = _HostMemory(kept_bytes(form), form.activation_bits), 0
     changed: dict[str, nn.Module] = {}
     for name in names:
         layout = _native.LinearLayout(*form.parts_of(name)[0])
@@ -155,8 +153,7 @@ def keep_layers(
         source.release(encoded[name].keys)
         bias: Any = model.get_submodule(name).bias
         columns = source.columns(encoded[name].keys[0])
-        dtype = model_type(skeleton, f"{name}.weight")
-        made = memory.layer([layout], at, bias, dtype, form.activation_bits_of(name))
+        made = memory.layer([layout], at, bias, model_type(skeleton, f"{name}.weight"))
         changed[name] = made
         if columns is not None:
             changed[name] = ReorderedLinear(made, torch.from_numpy(column_index(columns)))
@@ -193,7 +190,7 @@ def pack_layers(
         UnsupportedModelError: A weight is not finite or too large to be packed.
     """
     model = skeleton.model
-    memory = _HostMemory(file.nbytes) if memory is None else memory
+    memory = _HostMemory(file.nbytes, form.activation_bits) if memory is None else memory
     found = memory.read(file)
     targets, _ = map_keys(skeleton, source.keys())
     encoded = encoded_targets(skeleton, source, form)
@@ -224,7 +221,7 @@ def pack_layers(
             if progress is not None:
                 progress(at + nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")
-        changed[name] = memory.layer(layouts, at, module.bias, dtype, form.activation_bits_of(name))
+        changed[name] = memory.layer(layouts, at, module.bias, dtype)
         at += nbytes
     replace_modules(model, changed)
     source.release(source.keys())

@@ -67,7 +67,6 @@ class PackedGpuMemory:
         at: int,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        activation_bits: int,
     ) -> nn.Module:
         """The layer whose weights lie at an offset.
 
@@ -76,7 +75,6 @@ class PackedGpuMemory:
             at: Offset of its first byte.
             bias: ``[rows]`` on any device, or ``None``.
             dtype: Type of the model.
-            activation_bits: Not used: inputs are floats.
         """
         (layout,) = layouts
         part = self._data[at : at + layout.nbytes]

@@ -361,6 +361,7 @@ class Cases:
                 threads=options.threads or _native.num_threads(),
                 bits=store.geometry.bits,
                 dense_bits=self.outline.form.bits,
+                dense_bytes=self.outline.form.nbytes,
                 activation_bits=self.outline.form.activation_bits,
                 kv_bits=self.outline.cache.bits,
             )

@@ -43,6 +43,7 @@ class TuningKey:
         settings: Default settings of the near tier, and its link.
         version: Of moechat: another one may have other kernels and other plans.
         dense_bits: Of a dense weight.
+        dense_bytes: Of all dense weights, which change when moechat gives them another form.
         activation_bits: Of the inputs of quantised weights.
         kv_bits: Of a key or value in the attention cache.
         near: Memory of the pages: ``ram``, or ``gpu``.
@@ -56,6 +57,7 @@ class TuningKey:
     settings: str
     version: str
     dense_bits: DenseBits
+    dense_bytes: int
     activation_bits: int
     kv_bits: int
     near: Near

@@ -270,6 +270,7 @@ class Tuner:
             settings=f"{self._near.wanted} {self._link} replayed={self._near.replay is not None}",
             version=moechat.__version__,
             dense_bits=self._loaded.form.bits,
+            dense_bytes=self._loaded.form.nbytes,
             activation_bits=self._loaded.form.activation_bits,
             kv_bits=self._loaded.cache.bits,
             near=self._near.placement.near,

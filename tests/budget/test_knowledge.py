@@ -51,6 +51,7 @@ def gathered() -> Knowledge:
         dtype="bfloat16",
         threads=2,
         dense_bits=16,
+        dense_bytes=1000,
         activation_bits=16,
         kv_bits=16,
         near="gpu",

@@ -311,6 +311,7 @@ KEY = TimesKey(
     threads=2,
     bits=4,
     dense_bits=16,
+    dense_bytes=1000,
     activation_bits=8,
     kv_bits=16,
 )
@@ -326,8 +327,9 @@ def test_times_are_kept_by_all_that_they_depend_on() -> None:
         replace(KEY, dtype="float32"),
         replace(KEY, threads=1),
         replace(KEY, bits=2),
+        replace(KEY, dense_bytes=999),
     ]
-    assert [load_times(other) for other in others] == [None] * 5
+    assert [load_times(other) for other in others] == [None] * 6
     for at, other in enumerate(others):
         save_times(other, replace(TIMES, head=figure(at)))
     assert load_times(KEY) == TIMES

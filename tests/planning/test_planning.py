@@ -362,6 +362,7 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
         dtype=model.dtype,
         threads=_native.num_threads(),
         dense_bits=model.outline.form.bits,
+        dense_bytes=model.outline.form.nbytes,
         activation_bits=model.outline.form.activation_bits,
         kv_bits=model.outline.cache.bits,
     )
@@ -470,6 +471,7 @@ def test_measured_times_of_the_model_are_used(kept: Path) -> None:
         _native.num_threads(),
         store.geometry.bits,
         before.dense_bits,
+        Cases(find_model("demo", None), find_machine(None, gpu=False), LoadOptions()).outline.form.nbytes,
         LoadOptions.activation_bits,
         before.kv_bits,
     )

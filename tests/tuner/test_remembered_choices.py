@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moechat.trials import Comparison
 from moechat.tuner import Remembered, TuningKey, recall, remember, remembered
 
-KEY = TuningKey("machine", "weights", 4, 2, "float32", "auto", "0.1.0", 16, 8, 16, "ram")
+KEY = TuningKey("machine", "weights", 4, 2, "float32", "auto", "0.1.0", 16, 1000, 8, 16, "ram")
 
 
 def session(seed: int) -> Comparison:
