@@ -1468,7 +1468,9 @@ def resident_forward(
 class ResidentExperts:
     """:func:`resident_forward` over the records of one layer, with checks made once and inputs by address.
 
-    Args are those of :func:`resident_forward`; ``records`` is kept alive.
+    Args are those of :func:`resident_forward`; ``records`` is kept alive. With ``reads_ahead``, an expert is
+    read from the disk as a whole when it is used for the first time: the kernels would fault it in page by
+    page, as they do when the system has dropped it from memory later.
 
     Raises:
         ValueError: Shapes or types do not match.
@@ -1480,7 +1482,18 @@ class ResidentExperts:
         gate: Gate,
         records: _U8,
         activation_bits: int = 16,
+        reads_ahead: bool = False,
     ) -> None: ...
+    def read_unused(self, index: Sequence[int]) -> list[int]:
+        """Read those of some experts ahead that were not used before, as :meth:`forward` does.
+
+        Args:
+            index: Any numbers; those of no expert are left out.
+
+        Returns:
+            The experts that are being read, ascending.
+        """
+
     def forward(self, x: int, top_k_index: int, top_k_weights: int, out: int, tokens: int, k: int) -> int:
         """Compute :func:`resident_forward` without checks. All arrays are in C order.
 
@@ -2471,6 +2484,53 @@ class Attention:
             False, with nothing computed, if this is a prompt and the keys that some token sees are not one
             range, there is a tail, or a KV head has more than 64 query heads.
         """
+
+class TokenPass:
+    """Computes all layers of a model for one token of each of several conversations.
+
+    Args:
+        layers: Of each layer its step, and its experts or, if the step has no router, its feed-forward part.
+
+    Raises:
+        ValueError: Layers differ in type or hidden size.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[
+            tuple[LayerStep | LatentStep | DeltaStep | ShortConvStep, ResidentExperts | GatedMlp]
+        ],
+    ) -> None: ...
+    def run(
+        self,
+        hidden: int,
+        angles: Sequence[tuple[int, int]],
+        places: Sequence[Sequence[tuple[int, ...] | None]],
+        tokens: int,
+        out: int,
+    ) -> int:
+        """Compute the layers. Not from two threads at once.
+
+        Args:
+            hidden: Address of [tokens, hidden].
+            angles: Of each layer, addresses of cosines and sines; 0 if it does not rotate.
+            places: Of each layer, of each token, as for ``route`` of the layer's step.
+            tokens: 1 to :data:`MOST_STEP_TOKENS`.
+            out: Address of [tokens, hidden], written: the hidden states behind the last layer.
+
+        Returns:
+            Bytes of experts that were read.
+
+        Raises:
+            ValueError: Lengths do not match.
+            KeyboardInterrupt: On Ctrl-C, between layers.
+        """
+
+    def measure(self, on: bool) -> None:
+        """Begin or end to measure."""
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds in experts, and in feed-forward parts without a router, since :meth:`measure`."""
 
 class LatentAttention:
     """Attention of one token over latents, which are not expanded; see :mod:`moechat.models.decode.latent`.

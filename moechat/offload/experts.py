@@ -36,32 +36,10 @@ class ExpertCounters:
     activations: int = 0
     bytes_read: int = 0
 
-
-class FirstUse:
-    """Reads a mapped expert from the disk as a whole when it is used for the first time.
-
-    Without that the kernels would fault it in page by page. So they do when the system has dropped it from
-    memory later.
-    """
-
-    def __init__(self, records: npt.NDArray[np.uint8]) -> None:
-        """Args:
-        records: uint8 ``[experts, ...]``; only an array mapped from a file is read ahead.
-        """
-        self._records = records
-        self._unused: set[int] = set()
-        if isinstance(records, np.memmap) or isinstance(records.base, mmap.mmap):
-            self._unused.update(range(len(records)))
-            _native.prefer_huge_pages(records)
-
-    def before(self, index: torch.Tensor) -> None:
-        """Read the experts in ``index``, of any shape, that were not used before."""
-        if not self._unused:
-            return
-        wanted = self._unused.intersection(index.flatten().tolist())
-        self._unused -= wanted
-        for expert in sorted(wanted):
-            _native.read_ahead(self._records[expert])
+    def add(self, activations: int, bytes_read: int) -> None:
+        """Count a pass, or a layer of one."""
+        self.activations += activations
+        self.bytes_read += bytes_read
 
 
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +61,7 @@ class ExpertLayer:
         counters: Shared by all layers of an engine.
         activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
         ordinal: Of the layer among those with experts, from 0; layers may differ in their encodings.
+        resident: They, for native code.
     """
 
     geometry: ExpertGeometry
@@ -90,21 +69,24 @@ class ExpertLayer:
     counters: ExpertCounters
     activation_bits: int = DEFAULT_ACTIVATION_BITS
     ordinal: int = 0
-    _experts: _native.ResidentExperts = field(init=False, repr=False)
-    _first_use: FirstUse = field(init=False, repr=False)
+    resident: _native.ResidentExperts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         blocks, record_bytes = self.records.shape[1:]
         if (blocks, record_bytes) != (self.geometry.blocks_per_expert, self.geometry.record_bytes):
             raise ValueError(f"records of shape {self.records.shape} do not fit {self.geometry}")
         geometry = self.geometry
-        self._experts = _native.ResidentExperts(
+        # Only an array mapped from a file is read ahead.
+        mapped = isinstance(self.records, np.memmap) or isinstance(self.records.base, mmap.mmap)
+        if mapped:
+            _native.prefer_huge_pages(self.records)
+        self.resident = _native.ResidentExperts(
             geometry.layout_of(self.ordinal),
             geometry.gate_of(self.ordinal).native,
             self.records,
             self.activation_bits,
+            mapped,
         )
-        self._first_use = FirstUse(self.records)
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -142,11 +124,10 @@ class ExpertLayer:
                 f"together in {self.geometry}"
             )
         out = torch.empty_like(x)  # independent of torch's default type and device
-        self._first_use.before(index)
         if chosen == 0:
             out.zero_()
         else:
-            self.counters.bytes_read += self._experts.forward(
+            read = self.resident.forward(
                 x.data_ptr(),
                 index.data_ptr(),
                 weight.data_ptr(),
@@ -154,7 +135,7 @@ class ExpertLayer:
                 tokens,
                 chosen // tokens,
             )
-            self.counters.activations += chosen
+            self.counters.add(chosen, read)
         return out if hidden.dtype is torch.float32 else out.to(hidden.dtype)
 
 

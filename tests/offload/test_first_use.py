@@ -6,13 +6,15 @@ import ctypes
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from moechat import _native
-from moechat.offload.experts import FirstUse
+from moechat.geometry import ExpertGeometry
+from moechat.offload.experts import ExpertCounters, ExpertLayer
 
 EXPERT_BYTES = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -34,25 +36,36 @@ def pages_in_memory(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> f
     return float((seen & 1).mean())
 
 
-def test_every_expert_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = mapped(tmp_path / "experts", 5)
-    asked: list[int] = []
-    first = records.ctypes.data
-    monkeypatch.setattr(
-        _native, "read_ahead", lambda part: asked.append((part.ctypes.data - first) // EXPERT_BYTES)
-    )
-    use = FirstUse(records)
-    use.before(torch.tensor([[3, 1]]))
-    use.before(torch.tensor([[1, 4], [3, 3], [9, -1]]))
-    assert asked == [1, 3, 4]
-    use.before(torch.arange(5))
-    use.before(torch.arange(5))
-    assert asked == [1, 3, 4, 0, 2]
+def layer_of(records: np.ndarray[Any, np.dtype[np.uint8]]) -> ExpertLayer:
+    geometry = ExpertGeometry(64, 64, len(records), bits=4)
+    return ExpertLayer(geometry, records, ExpertCounters())
 
 
-def test_plain_memory_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "read_ahead", lambda part: pytest.fail("asked"))
-    FirstUse(np.zeros((4, 1, 4096), np.uint8)).before(torch.arange(4))
+def record_bytes() -> int:
+    return ExpertGeometry(64, 64, 1, bits=4).record_bytes
+
+
+def test_every_expert_is_read_ahead_once(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    path.write_bytes(bytes(5 * record_bytes()))
+    resident = layer_of(np.memmap(path, np.uint8, "r", shape=(5, 1, record_bytes()))).resident
+    assert resident.read_unused([3, 1]) == [1, 3]
+    assert resident.read_unused([1, 4, 3, 3, 9, -1]) == [4]
+    assert resident.read_unused(range(5)) == [0, 2]
+    assert resident.read_unused(range(5)) == []
+
+
+def test_computed_experts_count_as_used(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    path.write_bytes(bytes(5 * record_bytes()))
+    layer = layer_of(np.memmap(path, np.uint8, "r", shape=(5, 1, record_bytes())))
+    layer.forward(torch.zeros(2, 64), torch.tensor([[3, 1], [7, 3]]), torch.ones(2, 2))
+    assert layer.resident.read_unused(range(5)) == [0, 2, 4]
+
+
+def test_plain_memory_is_not_read_ahead() -> None:
+    records = np.zeros((4, 1, record_bytes()), np.uint8)
+    assert layer_of(records).resident.read_unused(range(4)) == []
 
 
 def test_read_ahead_brings_the_expert_into_memory(tmp_path: Path) -> None:
@@ -85,8 +98,10 @@ def test_any_offset_and_size_can_be_read_ahead(tmp_path: Path) -> None:
     reason="this kernel has no transparent huge pages",
 )
 def test_mapped_experts_request_huge_pages(tmp_path: Path) -> None:
-    records = mapped(tmp_path / "experts", 4)
-    FirstUse(records)
+    path = tmp_path / "experts"
+    path.write_bytes(np.random.default_rng(0).bytes(512 * record_bytes()))
+    records = np.memmap(path, np.uint8, "r", shape=(512, 1, record_bytes()))
+    layer_of(records)
     first, asked = records.ctypes.data, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -96,4 +111,4 @@ def test_mapped_experts_request_huge_pages(tmp_path: Path) -> None:
         elif words[0] == "VmFlags:" and within:
             asked = "hg" in words
     assert asked
-    assert bytes(records[3, 0, :64]) == (tmp_path / "experts").read_bytes()[3 * EXPERT_BYTES :][:64]
+    assert bytes(records[3, 0, :64]) == path.read_bytes()[3 * record_bytes() :][:64]

@@ -22,6 +22,7 @@ from moechat.models.decode.native_step import (
     first_keys,
     forwards_of,
     is_native_router,
+    key_places,
     native_part,
 )
 from moechat.models.decode.products import native_products
@@ -138,6 +139,7 @@ def gemma4_step(layer: Any) -> NativeStep | None:
         exact=True,
         bypassed=tuple(part for part in layer.modules() if part is not layer),
     )
+    places = key_places(SLOTS, (kv_heads, dim, dtype, dim), packed=True)
     return NativeStep(
         wiring=wiring,
         feed=feed,
@@ -148,9 +150,8 @@ def gemma4_step(layer: Any) -> NativeStep | None:
         index=attention.layer_idx,
         slots=SLOTS,
         exact=True,
-        decode=decode_at_places(
-            feed.finish(run, hidden_size, dtype), SLOTS, (kv_heads, dim, dtype, dim), packed=True
-        ),
+        decode=decode_at_places(feed.finish(run, hidden_size, dtype), places),
+        places=places,
         first_slot=first_keys(kv_heads, dim, dtype),
         keeps=(
             scale,

@@ -20,6 +20,7 @@ from moechat.models.decode.native_step import (
     decode_at_places,
     forwards_of,
     is_native_router,
+    key_places,
     native_feed,
     native_part,
 )
@@ -104,6 +105,7 @@ def latent_step(
         slot.update(latents, turned)
         return slot
 
+    places = key_places(_SLOTS, (1, rank, dtype, rotated), packed=False)
     return NativeStep(
         wiring=wiring,
         feed=feed,
@@ -114,9 +116,8 @@ def latent_step(
         index=index,
         slots=_SLOTS,
         exact=feed.exact,
-        decode=decode_at_places(
-            feed.finish(run, hidden_size, dtype), _SLOTS, (1, rank, dtype, rotated), packed=False
-        ),
+        decode=decode_at_places(feed.finish(run, hidden_size, dtype), places),
+        places=places,
         first_slot=first_slot,
         keeps=(latent, *forwards_of(wiring)),
     )

@@ -20,6 +20,7 @@ from moechat.models.decode.native_step import (
     first_keys,
     forwards_of,
     is_native_router,
+    key_places,
     native_feed,
     native_part,
 )
@@ -99,6 +100,7 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     except ValueError:  # the shapes of the parts do not match
         return None
 
+    places = key_places(SLOTS, (kv_heads, dim, dtype, dim), packed=True)
     return NativeStep(
         wiring=wiring,
         feed=feed,
@@ -110,9 +112,8 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
         slots=SLOTS,
         # torch's sigmoid and softplus round in another way.
         exact=feed.exact and not wiring.gated and gate is None,
-        decode=decode_at_places(
-            feed.finish(run, hidden_size, dtype), SLOTS, (kv_heads, dim, dtype, dim), packed=True
-        ),
+        decode=decode_at_places(feed.finish(run, hidden_size, dtype), places),
+        places=places,
         first_slot=first_keys(kv_heads, dim, dtype),
         keeps=(sinks, *forwards_of(wiring)),
     )

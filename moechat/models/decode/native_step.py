@@ -152,6 +152,19 @@ def _chosen(router: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
+class Places:
+    """How the layer of an attention cache takes a token.
+
+    Attributes:
+        ready: Whether it does.
+        take: What the native step wants of a layer that does; a layer for keys and values has the token then.
+    """
+
+    ready: Callable[[Any], bool]
+    take: Callable[[Any], tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True)
 class NativeStep:
     """A decoder layer; ``forward.kept`` of a recognised one.
 
@@ -169,6 +182,7 @@ class NativeStep:
         decode: Computes the layer. REQUIRES: :meth:`takes`, for each token; a token attends to all keys of
             its cache; at most :data:`moechat._native.MOST_STEP_TOKENS`. Its result is ``None``, without any
             change, if the layer of a cache does not take its token.
+        places: How the layers of caches take tokens.
         first_slot: Makes a layer of a cache for a trial: of a number of tokens, with random numbers.
         keeps: What holds the memory that ``run`` reads.
     """
@@ -183,6 +197,7 @@ class NativeStep:
     slots: tuple[type, ...]
     exact: bool
     decode: Decode
+    places: Places
     first_slot: Callable[[int, torch.Generator], Any]
     keeps: tuple[Any, ...]
 
@@ -249,31 +264,35 @@ def first_keys(
     return first_slot
 
 
-def decode_at_places(
-    finish: Finish,
-    slots: tuple[type, ...],
-    shape: tuple[int, int, torch.dtype, int],
-    *,
-    packed: bool,
-) -> Decode:
-    """:attr:`NativeStep.decode` of a step that appends keys and values to layers of caches.
+def key_places(slots: tuple[type, ...], shape: tuple[int, int, torch.dtype, int], *, packed: bool) -> Places:
+    """:attr:`NativeStep.places` of a step that appends keys and values to layers of caches.
 
     Args:
-        finish: Of :meth:`Feed.finish`.
         slots: Types of the layers that may take a token.
         shape: Arguments of :meth:`moechat.models.cache_layers.ReservedLayer.append_place`.
         packed: Whether the step writes packed rows too.
     """
-    empty_like = torch.empty_like
+
+    def ready(layer: Any) -> bool:
+        fits = type(layer) in slots and (packed or not layer.packed)
+        return bool(fits and layer.takes_token(*shape))
+
+    return Places(ready, lambda layer: layer.append_place(*shape))
+
+
+def decode_at_places(finish: Finish, places: Places) -> Decode:
+    """:attr:`NativeStep.decode` of a step that appends keys and values to layers of caches.
+
+    Args:
+        finish: Of :meth:`Feed.finish`.
+        places: Of :func:`key_places`.
+    """
+    empty_like, ready, take = torch.empty_like, places.ready, places.take
 
     def decode(hidden: torch.Tensor, layers: Sequence[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not all(type(layer) in slots and (packed or not layer.packed) for layer in layers):
+        if not all(map(ready, layers)):
             return None
-        if len(layers) > 1 and not all(layer.takes_token(*shape) for layer in layers):
-            return None
-        places = [layer.append_place(*shape) for layer in layers]
-        if places[0] is None:
-            return None
-        return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places), empty_like(hidden))
+        taken = list(map(take, layers))
+        return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), taken), empty_like(hidden))
 
     return decode

@@ -12,6 +12,7 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.native_step import (
     NativeStep,
+    Places,
     forwards_of,
     is_native_router,
     native_feed,
@@ -101,6 +102,7 @@ def state_step(
         slots=(StateLayer,),
         exact=feed.exact,
         decode=decode,
+        places=Places(lambda slot: places_in(slot) is not None, places_in),
         first_slot=first_slot,
         keeps=(part, *forwards_of(wiring)),
     )

@@ -22,6 +22,7 @@ from moechat.models.cache_states import tensors_of
 from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.native_pass import NativePass
 from moechat.models.decode.native_step import NativeStep, native_part
 from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.skeleton import base_of
@@ -64,6 +65,7 @@ class TogetherPass:
         )
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
         self._ends = ModelEnds(model, [step for _, step in pairs])
+        self._native = NativePass([step for _, step in pairs])
         self._usable: bool | None = None
         self._by_rows = False  # other products compute each token on its own
 
@@ -102,16 +104,22 @@ class TogetherPass:
         if not ends.takes(hidden[:, :1], each[0]):
             return None
         joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by those of the first token
+        turns = []
+        for number in range(len(pairs)):
+            rows = [angles[number] for angles in each]
+            if id(rows[0]) not in joined:
+                parts = zip(*rows, strict=True)
+                cos, sin = (torch.cat(part, dim=1).contiguous() for part in parts)
+                joined[id(rows[0])] = cos, sin
+            turns.append(joined[id(rows[0])])
+        slots = [[cache.layers[number] for cache in caches] for number in range(len(pairs))]
         self._by_rows = True
         try:
-            for number, (layer, step) in enumerate(pairs):
-                rows = [angles[number] for angles in each]
-                if id(rows[0]) not in joined:
-                    parts = zip(*rows, strict=True)
-                    cos, sin = (torch.cat(part, dim=1).contiguous() for part in parts)
-                    joined[id(rows[0])] = cos, sin
-                cos, sin = joined[id(rows[0])]
-                out = step.decode(hidden, [cache.layers[number] for cache in caches], cos, sin)
+            whole = self._native(hidden, slots, turns) if len(pairs) == len(self._pairs) else None
+            if whole is not None:
+                return ends.logits(whole)[0]
+            for (layer, step), places, (cos, sin) in zip(pairs, slots, turns, strict=True):
+                out = step.decode(hidden, places, cos, sin)
                 if out is None:
                     out = torch.cat(
                         [

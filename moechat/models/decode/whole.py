@@ -24,6 +24,7 @@ from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
+from moechat.models.decode.native_pass import NativePass
 from moechat.models.decode.native_step import NativeStep
 from moechat.models.decode.probe import probing
 from moechat.models.decode.together import TogetherPass
@@ -98,11 +99,14 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
 
 
 def _with(own: Forward, decode: Forward) -> Forward:
+    """``decode`` where it supports the pass, else ``own``."""
+
     @wraps(own)
     def forward(input_ids: Any = None, *rest: Any, **named: Any) -> Any:
         out = None if rest else decode(input_ids, named)
         return own(input_ids, *rest, **named) if out is None else out
 
+    forward.__dict__["native_pass"] = decode.__dict__["native_pass"]
     return forward
 
 
@@ -160,7 +164,8 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
     """A function of token ids and named arguments; its result is ``None``, without any change, if it does not
     support the pass.
     """
-    ends = ModelEnds(model, [step for _, step in pairs])
+    steps = [step for _, step in pairs]
+    ends, native = ModelEnds(model, steps), NativePass(steps)
     takes_cache = _supports(model, pairs, slots)
 
     def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
@@ -184,6 +189,9 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
         each = ends.angles(hidden, cache.get_seq_length())
         if not ends.takes(hidden, each):
             return None
+        whole = native(hidden, [(slot,) for slot in cache.layers], each)
+        if whole is not None:
+            return MoeCausalLMOutputWithPast(logits=ends.logits(whole), past_key_values=cache)
         for (layer, step), slot, angles in zip(pairs, cache.layers, each, strict=True):
             out = step.decode(hidden, (slot,), *angles)
             if out is None:
@@ -191,6 +199,7 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
             hidden = out
         return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), past_key_values=cache)
 
+    decode.__dict__["native_pass"] = native
     return decode
 
 

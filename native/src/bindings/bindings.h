@@ -20,5 +20,6 @@ void bind_layer_plan(pybind11::module_& m);
 void bind_dense(pybind11::module_& m);
 void bind_decode(pybind11::module_& m);
 void bind_layer_step(pybind11::module_& m);
+void bind_token_pass(pybind11::module_& m);
 
 }  // namespace moechat

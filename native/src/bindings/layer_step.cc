@@ -20,6 +20,7 @@
 #include "bindings/decode_parts.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
+#include "bindings/pass_parts.h"
 #include "kernels/decode/delta_mixer.h"
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/latent_step.h"
@@ -86,9 +87,11 @@ std::vector<CachePlace> cache_places(const std::vector<Place>& places) {
   return found;
 }
 
-struct Mlp {
+struct Mlp : PassMlp {
   GatedMlp task;
   std::vector<Product> kept;
+
+  const GatedMlp& mlp() const override { return task; }
 
   void run(Address x, std::int64_t tokens, Address out) const {
     const ReleaseGil released;
@@ -184,10 +187,18 @@ void require_router(const FeedStep& feed, bool wanted) {
 
 // A layer whose tokens go to places of attention caches, and the products that it uses.
 template <class Task, void (*kStep)(const Task&, const LayerStepCall&)>
-struct PlacedStep {
+struct PlacedStep : PassStep {
   Task task;
   std::vector<Product> kept;
   Clocks clocks;
+
+  const FeedStep& feed_of() const override { return task.feed; }
+  bool keeps_keys() const override { return true; }
+  std::shared_ptr<StepTimes> times() const override { return clocks.times; }
+  void run(std::int64_t tokens, const void* hidden, const void* cos, const void* sin,
+           const TokenPlaces& places, void* residual, const FeedRows& rows) const override {
+    kStep(task, {tokens, hidden, cos, sin, places.keys.data(), residual, rows});
+  }
 
   void call(Address hidden, Address cos, Address sin, const std::vector<Place>& given, Address residual,
             const FeedRows& rows) const {
@@ -215,7 +226,7 @@ struct PlacedStep {
 
 // The methods of such a step in Python.
 template <class Step>
-void define_placed(py::class_<Step>& step) {
+void define_placed(py::class_<Step, PassStep>& step) {
   step.def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("places"),
            py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
       .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
@@ -390,10 +401,18 @@ using States = std::pair<Address, Address>;
 
 // A layer whose mixer has states, and the products that it uses.
 template <class Task>
-struct MixedStep {
+struct MixedStep : PassStep {
   StateStep<Task> task;
   std::vector<Product> kept;
   Clocks clocks;
+
+  const FeedStep& feed_of() const override { return task.feed; }
+  bool keeps_keys() const override { return false; }
+  std::shared_ptr<StepTimes> times() const override { return clocks.times; }
+  void run(std::int64_t tokens, const void* hidden, const void*, const void*, const TokenPlaces& places,
+           void* residual, const FeedRows& rows) const override {
+    state_step(task, {tokens, hidden, places.states.data(), residual, rows});
+  }
 
   void call(Address hidden, const std::vector<States>& given, Address residual, const FeedRows& rows) const {
     std::vector<MixerStates> states;
@@ -430,7 +449,7 @@ MixedStep<Task> make_mixed_step(const Norm& before, const StateMixer<Task>& mixe
 template <class Task>
 void define_mixed(py::module_& m, const char* name) {
   using Made = MixedStep<Task>;
-  py::class_<Made>(m, name)
+  py::class_<Made, PassStep>(m, name)
       .def(py::init(&make_mixed_step<Task>), py::arg("before"), py::arg("mixer"), py::arg("feed"))
       .def("route", &Made::route, py::arg("hidden"), py::arg("states"), py::arg("residual"), py::arg("x"),
            py::arg("index"), py::arg("weights"), py::arg("shared"))
@@ -449,7 +468,9 @@ void bind_layer_step(py::module_& m) {
         py::arg("activation_bits"));
   m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));
 
-  py::class_<Mlp>(m, "GatedMlp")
+  py::class_<PassStep>(m, "PassStep");
+  py::class_<PassMlp>(m, "PassMlp");
+  py::class_<Mlp, PassMlp>(m, "GatedMlp")
       .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"),
            py::arg("activation") = "silu")
       .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
@@ -473,13 +494,13 @@ void bind_layer_step(py::module_& m) {
            py::arg("conv_biases"), py::arg("log_rates"), py::arg("step_biases"), py::arg("skips"),
            py::arg("norm"), py::arg("input"), py::arg("output"))
       .def("__call__", &Mamba::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
-  py::class_<Step> step(m, "LayerStep");
+  py::class_<Step, PassStep> step(m, "LayerStep");
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
            py::arg("angles"), py::arg("width"), py::arg("feed"), py::arg("value_norm") = py::none(),
            py::arg("output_norm") = py::none(), py::arg("gate") = py::none());
   define_placed(step);
-  py::class_<LatentLayer> latent(m, "LatentStep");
+  py::class_<LatentLayer, PassStep> latent(m, "LatentStep");
   latent.def(py::init(&make_latent), py::arg("before"), py::arg("shortened"), py::arg("query"),
              py::arg("latent"), py::arg("latent_norm"), py::arg("attention"), py::arg("angles"),
              py::arg("neighbours"), py::arg("output"), py::arg("feed"));

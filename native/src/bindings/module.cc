@@ -376,6 +376,7 @@ PYBIND11_MODULE(_native, m) {
   bind_dense(m);
   bind_decode(m);
   bind_layer_step(m);
+  bind_token_pass(m);
 }
 
 }  // namespace moechat

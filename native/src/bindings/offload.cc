@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -16,10 +17,12 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/link_holder.h"
+#include "bindings/pass_parts.h"
 #include "bindings/policy_holder.h"
 #include "bindings/routing_counts.h"
 #include "bindings/runner_object.h"
 #include "bindings/schedule.h"
+#include "memory/read_ahead.h"
 #include "offload/device_lists.h"
 #include "offload/expert_sum.h"
 #include "offload/runner.h"
@@ -108,21 +111,48 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const GateSpec& gate
 
 // The experts of a layer, checked once. Calls take unchecked addresses, since array arguments cost tens of
 // microseconds a layer when the CPU caches are full of weights.
-class ResidentExperts {
+class ResidentExperts : public PassExperts {
  public:
-  ResidentExperts(const BlockLayout& layout, const GateSpec& gate, py::array records, int activation_bits)
+  ResidentExperts(const BlockLayout& layout, const GateSpec& gate, py::array records, int activation_bits,
+                  bool reads_ahead)
       : layout_(layout), gate_(gate), activation_bits_(activation_bits), records_(std::move(records)) {
     check_activation_bits(activation_bits);
     held_ = checked_records(layout, records_);
+    if (reads_ahead) used_ = std::vector<std::atomic<bool>>(static_cast<std::size_t>(held_.experts));
   }
 
   std::int64_t forward(std::uintptr_t x, std::uintptr_t index, std::uintptr_t weights, std::uintptr_t out,
-                       std::int64_t tokens, std::int64_t k) const {
+                       std::int64_t tokens, std::int64_t k) {
     const Choice choice = copied_choice(reinterpret_cast<const std::int64_t*>(index),
                                         reinterpret_cast<const float*>(weights), tokens, k);
     const ReleaseGil released;
-    return resident_forward(layout_, gate_, held_.bytes, held_.experts, reinterpret_cast<const float*>(x),
-                            choice.index, choice.weight, tokens, k, reinterpret_cast<float*>(out),
+    return run(reinterpret_cast<const float*>(x), choice.index, choice.weight, reinterpret_cast<float*>(out),
+               tokens, k);
+  }
+
+  // Reads those experts from the disk that were not used before, as wholes: the kernels would fault them in
+  // page by page. Returns their numbers.
+  std::vector<std::int64_t> read_unused(const std::int64_t* index, std::int64_t count) {
+    std::vector<std::int64_t> first;
+    if (used_.empty()) return first;
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (index[i] < 0 || index[i] >= held_.experts) continue;
+      auto& used = used_[static_cast<std::size_t>(index[i])];
+      if (!used.load(std::memory_order_relaxed) && !used.exchange(true)) first.push_back(index[i]);
+    }
+    std::sort(first.begin(), first.end());
+    const std::int64_t bytes = layout_.blocks * layout_.record_bytes;
+    for (const std::int64_t expert : first) {
+      read_ahead(held_.bytes + expert * bytes, static_cast<std::size_t>(bytes));
+    }
+    return first;
+  }
+
+  std::int64_t hidden_size() const override { return layout_.hidden_size; }
+  std::int64_t run(const float* x, const std::int64_t* index, const float* weights, float* out,
+                   std::int64_t tokens, std::int64_t k) override {
+    read_unused(index, tokens * k);
+    return resident_forward(layout_, gate_, held_.bytes, held_.experts, x, index, weights, tokens, k, out,
                             activation_bits_);
   }
 
@@ -132,6 +162,7 @@ class ResidentExperts {
   int activation_bits_;
   py::array records_;
   Records held_{};
+  std::vector<std::atomic<bool>> used_;  // of each expert; empty: nothing is read ahead
 };
 
 void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index, const py::array& weights,
@@ -393,9 +424,17 @@ void bind_offload(py::module_& m) {
         py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("out"),
         py::arg("activation_bits") = kDefaultActivationBits);
 
-  py::class_<ResidentExperts>(m, "ResidentExperts")
-      .def(py::init<const BlockLayout&, const GateSpec&, py::array, int>(), py::arg("layout"),
-           py::arg("gate"), py::arg("records"), py::arg("activation_bits") = kDefaultActivationBits)
+  py::class_<PassExperts>(m, "PassExperts");
+  py::class_<ResidentExperts, PassExperts>(m, "ResidentExperts")
+      .def(py::init<const BlockLayout&, const GateSpec&, py::array, int, bool>(), py::arg("layout"),
+           py::arg("gate"), py::arg("records"), py::arg("activation_bits") = kDefaultActivationBits,
+           py::arg("reads_ahead") = false)
+      .def(
+          "read_unused",
+          [](ResidentExperts& own, const std::vector<std::int64_t>& index) {
+            return own.read_unused(index.data(), static_cast<std::int64_t>(index.size()));
+          },
+          py::arg("index"))
       .def("forward", &ResidentExperts::forward, py::arg("x"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("out"), py::arg("tokens"), py::arg("k"));
 
