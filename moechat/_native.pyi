@@ -2505,7 +2505,7 @@ class TokenPass:
         self,
         hidden: int,
         angles: Sequence[tuple[int, int]],
-        places: Sequence[Sequence[tuple[int, ...] | None]],
+        places: Sequence[Sequence[tuple[int, ...]]],
         tokens: int,
         out: int,
     ) -> int:
@@ -2522,7 +2522,7 @@ class TokenPass:
             Bytes of experts that were read.
 
         Raises:
-            ValueError: Lengths do not match.
+            ValueError: Lengths do not match, or places are not those of the step's class.
             KeyboardInterrupt: On Ctrl-C, between layers.
         """
 

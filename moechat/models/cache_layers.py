@@ -68,7 +68,15 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return unpack_like(self.keys, key_states), unpack_like(self.values, value_states)
 
     def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0) -> bool:
-        """Whether :meth:`append_place` would append a token; the arguments are the same."""
+        """Whether native code may append a token, by :meth:`append_place`. It may not before the first
+        :meth:`update`, or if the reserved memory is full.
+
+        Args:
+            kv_heads: Heads of keys and values.
+            dim: Elements of a key.
+            dtype: Type of both.
+            value_dim: Elements of a value, if it has others.
+        """
         if self._reserved is None or self.keys is None:
             return False
         keys, values = self._reserved
@@ -79,23 +87,8 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         )
         return fits and self.dtype is dtype and self.keys.shape[-2] < capacity
 
-    def append_place(
-        self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0
-    ) -> AppendPlace | None:
-        """Append one token whose keys and values the caller writes.
-
-        Args:
-            kv_heads: Heads of keys and values.
-            dim: Elements of a key.
-            dtype: Type of both.
-            value_dim: Elements of a value, if it has others.
-
-        Returns:
-            ``None``, without appending, before the first :meth:`update`, for another shape or type than
-            there, or if the reserved memory is full.
-        """
-        if not self.takes_token(kv_heads, dim, dtype, value_dim):
-            return None
+    def append_place(self) -> AppendPlace:
+        """Append one token whose keys and values the caller writes. REQUIRES: :meth:`takes_token`."""
         assert self._reserved is not None
         assert self.keys is not None
         keys, values = self._reserved
@@ -210,22 +203,18 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return seen[0], seen[1]
 
     def takes_token(self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0) -> bool:
-        """Whether :meth:`append_place` would append a token."""
+        """As :meth:`ReservedLayer.takes_token`."""
         if self._reserved is None or self._records_past() or value_dim not in (0, dim):
             return False
         keys, values = self._reserved
         shape = (1, kv_heads, self._capacity, row_bytes(dim) if self.packed else dim)
         return keys.shape == shape == values.shape and self.dtype is dtype
 
-    def append_place(
-        self, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0
-    ) -> AppendPlace | None:
+    def append_place(self) -> AppendPlace:
         """As :meth:`ReservedLayer.append_place`, for the tokens of the window."""
-        if not self.takes_token(kv_heads, dim, dtype, value_dim):
-            return None
         assert self._reserved is not None
         keys, values = self._reserved
-        row = row_bytes(dim) if self.packed else dim
+        row = keys.shape[-1]
         first, held = self._append(1)
         at, head = (first - held) * row * keys.itemsize, self._capacity * row
         return keys.data_ptr() + at, head, values.data_ptr() + at, head, held, self.packed

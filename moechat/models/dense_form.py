@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the name the field uses
 from moechat import _native
 from moechat.geometry import AUTO_BITS, FLOAT_ENCODINGS, DenseBits
 from moechat.models.decode.latent import latent_projections
-from moechat.models.linear import only_scales_rows
+from moechat.models.linear import TILE_ROWS, only_scales_rows
 from moechat.models.skeleton import Skeleton
 from moechat.sizes.dense_sizes import DenseSizes
 
@@ -41,7 +41,6 @@ _DECODED_BITS = 8
 # changed the perplexity by 0.3 % (an eighth of the rows), 0.2 % (a quarter) and 0.1 % (half).
 _HEAD = "lm_head"
 _WIDE_ROWS = 1 / 8
-_TILE_ROWS = 16
 
 Part = tuple[int, int, int | str]
 
@@ -61,7 +60,7 @@ def automatic_parts(name: str, rows: int, cols: int, *, decoded: bool = False) -
     if decoded:
         return ((rows, cols, _DECODED_BITS),)
     kind = name.rpartition(".")[2]
-    wide = round(rows * _WIDE_ROWS / _TILE_ROWS) * _TILE_ROWS
+    wide = round(rows * _WIDE_ROWS / TILE_ROWS) * TILE_ROWS
     if kind == _HEAD and wide > 0:
         return (wide, cols, _OTHER_BITS), (rows - wide, cols, 4)
     return ((rows, cols, 4 if kind in _FOUR_BITS else _OTHER_BITS),)
@@ -71,7 +70,7 @@ def packed_bytes(rows: int, cols: int, bits: int) -> int:
     """Bytes of a quantised matrix: rows padded to 16, columns to 64, codes, and four bytes of scales for each
     row of a group.
     """
-    padded_rows, groups = -(-rows // 16) * 16, -(-cols // 64)
+    padded_rows, groups = -(-rows // TILE_ROWS) * TILE_ROWS, -(-cols // 64)
     return padded_rows * groups * (64 * bits // 8 + 4)
 
 
@@ -179,7 +178,7 @@ class DenseForm:
             head_bytes=self.head_bytes,
             in_layers=self.in_layers,
             itemsize=self.itemsize,
-            largest=max((-(-rows // 16) * 16 * cols for rows, cols in shapes), default=0),
+            largest=max((-(-rows // TILE_ROWS) * TILE_ROWS * cols for rows, cols in shapes), default=0),
             widest=max((cols for _, cols in shapes), default=0),
         )
 

@@ -34,6 +34,7 @@ from moechat.models.threads import is_thread_invariant, one_thread
 # Weights widened at a time; the result fits the second-level caches.
 _PANEL_WEIGHTS = 1 << 20
 _PANEL_ROWS = 64
+TILE_ROWS = 16  # of packed weights
 # Inputs or sums of many tokens in float32 at a time: memory that the allocator keeps for the next part, where
 # pages of its own would cost more than the product. Fewer tokens would read the weights too often.
 _PART_SUMS = 5 << 20

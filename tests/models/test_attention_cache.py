@@ -252,14 +252,14 @@ def test_a_packed_layer_behaves_like_transformers_own_with_rounded_tokens(dtype:
     ours.reset()
     assert torch.equal(ours.update(keys, values)[0], rounded(keys))
     assert ours.next_place().slot == count
-    assert ours.append_place(2, 40, torch.float16) is None
+    assert not ours.takes_token(2, 40, torch.float16)
 
 
 def written(layer: Any, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What a native step does: it writes one token at the place it is given, and reads all that it sees."""
-    place = layer.append_place(HEADS, DIM, torch.float32)
-    if place is None:
+    if not layer.takes_token(HEADS, DIM, torch.float32):
         return None
+    place = layer.append_place()
     keys, key_head, values, value_head, before, packed = place
     assert packed == layer.packed
     found = []

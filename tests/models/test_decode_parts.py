@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from isa_runner import isa_runner
+from isa_runner import isa_fixture
 from tiny import tiny_config, write_tiny_checkpoint
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
@@ -239,12 +239,9 @@ def test_attention_does_not_depend_on_threads_and_propagates_nan(threads: None) 
     assert not attend(query, key, value, 0.1)[0, 0, :8].isnan().any()
 
 
-@pytest.fixture(scope="module")
-def run_under() -> Iterator[Callable[[str], None]]:
-    """Runs some of these tests under an instruction set."""
-    names = ["agrees_with_a_softmax", "routers_of_families", "norms_of_families and 72", "rotary"]
-    with isa_runner(__file__, " or ".join(names)) as run:
-        yield run
+run_under = isa_fixture(
+    __file__, "agrees_with_a_softmax or routers_of_families or norms_of_families and 72 or rotary"
+)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

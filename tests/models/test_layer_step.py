@@ -259,17 +259,16 @@ def test_a_full_reserve_grows(engine: Engine) -> None:
 
 def test_a_place_is_given_only_where_keys_and_values_fit() -> None:
     layer = ReservedLayer(4)
-    assert layer.append_place(2, 8, torch.float32) is None
+    assert not layer.takes_token(2, 8, torch.float32)
     layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
-    assert layer.append_place(2, 8, torch.bfloat16) is None
-    assert layer.append_place(1, 8, torch.float32) is None
-    assert layer.append_place(2, 16, torch.float32) is None
-    assert layer.get_seq_length() == 3
-    place = layer.append_place(2, 8, torch.float32)
+    assert not layer.takes_token(2, 8, torch.bfloat16)
+    assert not layer.takes_token(1, 8, torch.float32)
+    assert not layer.takes_token(2, 16, torch.float32)
+    assert layer.takes_token(2, 8, torch.float32)
+    place = layer.append_place()
     assert place == (layer.keys.data_ptr(), 32, layer.values.data_ptr(), 32, 3, False)
     assert layer.get_seq_length() == 4
-    assert layer.append_place(2, 8, torch.float32) is None
-    assert layer.get_seq_length() == 4
+    assert not layer.takes_token(2, 8, torch.float32)
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from families import tiny_family
-from isa_runner import isa_runner
+from isa_runner import isa_fixture
 from tiny import write_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -139,11 +139,7 @@ def test_the_result_does_not_depend_on_threads() -> None:
     assert all(all(map(torch.equal, results[0], other)) for other in results)
 
 
-@pytest.fixture(scope="module")
-def run_under() -> Iterator[Callable[[str], None]]:
-    """Runs some of these tests under an instruction set."""
-    with isa_runner(__file__, "the_native_mixer or on_threads") as run:
-        yield run
+run_under = isa_fixture(__file__, "the_native_mixer or on_threads")
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

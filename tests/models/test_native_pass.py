@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import moechat
 from moechat import _native
 from moechat.engine import Engine
 from moechat.models.decode.native_pass import NativePass
+from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.settings import OffloadOptions
 
 PROMPT = [4, 87, 12, 55, 3, 29, 64, 91, 8, 70, 33, 21]
@@ -141,7 +146,32 @@ def test_arguments_that_do_not_fit_are_refused(engine: Engine) -> None:
         run.run(0, [(0, 0)] * layers, [[]] * layers, 0, 0)
     with pytest.raises(ValueError, match="another number of places"):
         run.run(0, [(0, 0)] * layers, [[]] * layers, 1, 0)
-    with pytest.raises(ValueError, match="has six parts"):
+    with pytest.raises(ValueError, match="places of layer 0 are not those of its step"):
         run.run(0, [(0, 0)] * layers, [[(0, 0)]] * layers, 1, 0)
     with pytest.raises(ValueError, match="there are no layers"):
         _native.TokenPass([])
+
+
+def test_ctrl_c_ends_a_call_between_layers(engine: Engine) -> None:
+    """A layer again and again stands for a model whose experts come slowly from the disk."""
+    cache = engine.decoder.new_cache()
+    engine.passes.run(torch.tensor([PROMPT]), past_key_values=cache, use_cache=True)
+    step = vars(engine.loaded.model.model.layers[-1])["forward"].kept
+    count = 200_000
+    run = _native.TokenPass([(step.run, vars(step.feed.experts)[EXPERTS_RUNNER].resident)] * count)
+    hidden = torch.zeros(1, 1, step.hidden_size, dtype=step.dtype)
+    turns = torch.zeros(step.angles, dtype=step.dtype)
+    place = step.places.take(step.places.find(cache.layers[-1]))
+    angles, places = [(turns.data_ptr(),) * 2] * count, [[place]] * count
+    out = torch.empty_like(hidden)
+    began: list[float] = []
+
+    def interrupt() -> None:
+        began.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(1.0, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.run(hidden.data_ptr(), angles, places, 1, out.data_ptr())
+    assert time.perf_counter() - began[0] < 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import test_decode_parts
 import torch
-from isa_runner import isa_runner
+from isa_runner import isa_fixture
 from test_decode_parts import DTYPES, RefusedError, draw, reference
 from tiny import tiny_config, write_tiny_checkpoint
 
@@ -136,11 +136,7 @@ def test_prompts_do_not_call_torch_s_attention(
     assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
 
 
-@pytest.fixture(scope="module")
-def run_under() -> Iterator[Callable[[str], None]]:
-    """Runs some of these tests under an instruction set."""
-    with isa_runner(__file__, "softmax_in_double or nothing") as run:
-        yield run
+run_under = isa_fixture(__file__, "softmax_in_double or nothing")
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

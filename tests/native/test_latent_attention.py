@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from isa_runner import isa_runner
+from isa_runner import isa_fixture
 
 from moechat import _native
 from moechat.models.decode.probe import close
@@ -153,11 +153,7 @@ def test_the_result_of_packed_weights_does_not_depend_on_threads(bits: int) -> N
         assert all(torch.equal(results[0], other) for other in results)
 
 
-@pytest.fixture(scope="module")
-def run_under() -> Iterator[Callable[[str], None]]:
-    """Runs some of these tests under an instruction set."""
-    with isa_runner(__file__, "packed_weights or expanded_keys") as run:
-        yield run
+run_under = isa_fixture(__file__, "packed_weights or expanded_keys")
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

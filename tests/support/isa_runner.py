@@ -6,30 +6,38 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 _CHILD = Path(__file__).with_name("isa_child.py")
 
 
-@contextmanager
-def isa_runner(file: str, chosen: str) -> Iterator[Callable[[str], None]]:
-    """A function that runs tests of a file, chosen as by pytest's ``-k``, under an instruction set."""
-    child = subprocess.Popen(
-        [sys.executable, str(_CHILD), file, "-k", chosen],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def isa_fixture(file: str, chosen: str) -> Any:
+    """A fixture of a module: a function that runs tests of ``file``, chosen as by pytest's ``-k``, under an
+    instruction set.
+    """
 
-    def run(isa: str) -> None:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(f"{isa}\n")
-        child.stdin.flush()
-        status, output = json.loads(child.stdout.readline())
-        assert status == 0, output
+    @pytest.fixture(scope="module")
+    def run_under() -> Iterator[Callable[[str], None]]:
+        child = subprocess.Popen(
+            [sys.executable, str(_CHILD), file, "-k", chosen],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    with child:
-        yield run
-        child.communicate()
+        def run(isa: str) -> None:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(f"{isa}\n")
+            child.stdin.flush()
+            status, output = json.loads(child.stdout.readline())
+            assert status == 0, output
+
+        with child:
+            yield run
+            child.communicate()
+
+    return run_under

@@ -20,11 +20,10 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.probe import close, probing
 from moechat.models.element_types import ELEMENTS
-from moechat.models.linear import PackedLinear
+from moechat.models.linear import TILE_ROWS, PackedLinear
 
 LATENT = "_moechat_latent"
 _PROBE_KEYS = 5
-_TILE_ROWS = 16  # of packed weights
 _HEAD_PARTS = ("qk_nope_head_dim", "v_head_dim")  # of the rows of kv_b_proj
 
 
@@ -125,7 +124,7 @@ def latent_projections(model: nn.Module) -> dict[nn.Module, bool]:
         if linear is not None:
             parts = [getattr(module, name, None) for name in _HEAD_PARTS]
             found[linear] = linear.bias is None and all(
-                isinstance(part, int) and part % _TILE_ROWS == 0 for part in parts
+                isinstance(part, int) and part % TILE_ROWS == 0 for part in parts
             )
     return found
 

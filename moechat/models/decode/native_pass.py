@@ -1,7 +1,7 @@
 """Computes all layers of a model for one decoded token of each of several conversations in one native call.
 
-Between two layers Python and torch run with caches full of weights, so that each of their steps waits for
-memory: for a token they took up to a twelfth of the time of a layer.
+Between two layers Python and torch would run with caches full of weights, so that each of their steps waits
+for memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class NativePass:
             Exception: Any error of an expert layer. Layers of the caches may have the tokens then, with
                 undefined values.
         """
-        if not self.runs() or any(self._hooks) or not all(map(_ready, self._steps, slots)):
+        if not self.runs() or any(self._hooks):
+            return None
+        ready = [step.places.find_all(row) for step, row in zip(self._steps, slots, strict=True)]
+        if any(row is None for row in ready):
             return None
         found: dict[int, tuple[int, int]] = {}  # layers share them
         for pair in angles:
@@ -79,10 +82,10 @@ class NativePass:
             if segment.run is None:
                 (number,) = segment.layers
                 made = self._steps[number].decode(hidden, slots[number], *angles[number])
-                assert made is not None  # its cache was ready
+                assert made is not None  # its places are there
                 hidden = made
                 continue
-            places = [[self._steps[at].places.take(slot) for slot in slots[at]] for at in segment.layers]
+            places = [list(map(self._steps[at].places.take, ready[at] or ())) for at in segment.layers]
             turns = [found[id(angles[at])] for at in segment.layers]
             tokens, out = hidden.shape[1], torch.empty_like(hidden)
             read = segment.run.run(hidden.data_ptr(), turns, places, tokens, out.data_ptr())
@@ -119,7 +122,3 @@ def _native_rest(step: NativeStep, runner: Any) -> _native.ResidentExperts | _na
     """What is native of a layer behind its step, whose experts ``runner`` runs, if it has any."""
     part = native_part(step.feed.mlp) if step.feed.experts is None else getattr(runner, "resident", None)
     return part if isinstance(part, _native.ResidentExperts | _native.GatedMlp) else None
-
-
-def _ready(step: NativeStep, slots: Sequence[Any]) -> bool:
-    return all(map(step.places.ready, slots))

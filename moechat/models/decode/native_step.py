@@ -153,15 +153,21 @@ def _chosen(router: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """How the layer of an attention cache takes a token.
+    """How the layer of an attention cache takes a token: in two steps, so that none changes if another one
+    does not take its own.
 
     Attributes:
-        ready: Whether it does.
-        take: What the native step wants of a layer that does; a layer for keys and values has the token then.
+        find: What :attr:`take` needs of such a layer; ``None``: it does not take a token.
+        take: The place that the native step gets. A layer with keys and values has the token then.
     """
 
-    ready: Callable[[Any], bool]
-    take: Callable[[Any], tuple[Any, ...] | None]
+    find: Callable[[Any], Any]
+    take: Callable[[Any], tuple[int, ...]]
+
+    def find_all(self, layers: Sequence[Any]) -> list[Any] | None:
+        """:attr:`find` for each of some layers; ``None`` if one of them does not take a token."""
+        found = list(map(self.find, layers))
+        return None if any(each is None for each in found) else found
 
 
 @dataclass(frozen=True)
@@ -269,15 +275,15 @@ def key_places(slots: tuple[type, ...], shape: tuple[int, int, torch.dtype, int]
 
     Args:
         slots: Types of the layers that may take a token.
-        shape: Arguments of :meth:`moechat.models.cache_layers.ReservedLayer.append_place`.
+        shape: Arguments of :meth:`moechat.models.cache_layers.ReservedLayer.takes_token`.
         packed: Whether the step writes packed rows too.
     """
 
-    def ready(layer: Any) -> bool:
+    def find(layer: Any) -> Any:
         fits = type(layer) in slots and (packed or not layer.packed)
-        return bool(fits and layer.takes_token(*shape))
+        return layer if fits and layer.takes_token(*shape) else None
 
-    return Places(ready, lambda layer: layer.append_place(*shape))
+    return Places(find, lambda layer: layer.append_place())
 
 
 def decode_at_places(finish: Finish, places: Places) -> Decode:
@@ -287,12 +293,13 @@ def decode_at_places(finish: Finish, places: Places) -> Decode:
         finish: Of :meth:`Feed.finish`.
         places: Of :func:`key_places`.
     """
-    empty_like, ready, take = torch.empty_like, places.ready, places.take
+    empty_like, find_all, take = torch.empty_like, places.find_all, places.take
 
     def decode(hidden: torch.Tensor, layers: Sequence[Any], cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not all(map(ready, layers)):
+        found = find_all(layers)
+        if found is None:
             return None
-        taken = list(map(take, layers))
+        taken = list(map(take, found))
         return finish((hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), taken), empty_like(hidden))
 
     return decode

@@ -79,17 +79,12 @@ def state_step(
         mixer.fill(slot, generator)
         return slot
 
-    finish, empty_like, places_in = (
-        feed.finish(run, mixer.hidden_size, mixer.dtype),
-        torch.empty_like,
-        mixer.places,
-    )
+    finish, empty_like = feed.finish(run, mixer.hidden_size, mixer.dtype), torch.empty_like
+    places = Places(mixer.places, lambda place: place)
 
     def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
-        places = [places_in(slot) for slot in slots]
-        if None in places:
-            return None
-        return finish((hidden.data_ptr(), places), empty_like(hidden))
+        found = places.find_all(slots)
+        return None if found is None else finish((hidden.data_ptr(), found), empty_like(hidden))
 
     return NativeStep(
         wiring=wiring,
@@ -102,7 +97,7 @@ def state_step(
         slots=(StateLayer,),
         exact=feed.exact,
         decode=decode,
-        places=Places(lambda slot: places_in(slot) is not None, places_in),
+        places=places,
         first_slot=first_slot,
         keeps=(part, *forwards_of(wiring)),
     )

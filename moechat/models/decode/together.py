@@ -40,6 +40,7 @@ class TogetherPass:
     Args:
         model: A causal language model whose layers all have native steps.
         pairs: Its layers and their steps.
+        native: All its layers.
         supports: Whether an attention cache has layers that native steps take.
         new_cache: Makes an attention cache for the trial, for a number of tokens.
 
@@ -51,6 +52,7 @@ class TogetherPass:
         self,
         model: Any,
         pairs: Sequence[tuple[Any, NativeStep]],
+        native: NativePass,
         supports: Callable[[Any], bool],
         new_cache: Callable[[int], Any],
     ) -> None:
@@ -65,7 +67,7 @@ class TogetherPass:
         )
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS
         self._ends = ModelEnds(model, [step for _, step in pairs])
-        self._native = NativePass([step for _, step in pairs])
+        self._native = native
         self._usable: bool | None = None
         self._by_rows = False  # other products compute each token on its own
 

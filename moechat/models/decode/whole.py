@@ -92,21 +92,25 @@ def recognise_model(model: Any) -> tuple[Forward, TogetherPass] | None:
     first = max(map(kinds.index, kinds)) + 1  # each kind is among so many
     if not _agrees(model, pairs[:first], slots[:first]):
         return None
+    native = NativePass([step for _, step in pairs])
     together = TogetherPass(
-        model, pairs, _supports(model, pairs, slots), lambda tokens: _trial_cache(config, slots, tokens)
+        model,
+        pairs,
+        native,
+        _supports(model, pairs, slots),
+        lambda tokens: _trial_cache(config, slots, tokens),
     )
-    return _with(model.forward, _decode(model, pairs, slots)), together
+    forward = _with(model.forward, _decode(model, pairs, native, slots))
+    forward.__dict__["native_pass"] = native
+    return forward, together
 
 
 def _with(own: Forward, decode: Forward) -> Forward:
-    """``decode`` where it supports the pass, else ``own``."""
-
     @wraps(own)
     def forward(input_ids: Any = None, *rest: Any, **named: Any) -> Any:
         out = None if rest else decode(input_ids, named)
         return own(input_ids, *rest, **named) if out is None else out
 
-    forward.__dict__["native_pass"] = decode.__dict__["native_pass"]
     return forward
 
 
@@ -160,12 +164,13 @@ def _trial_cache(config: Any, slots: list[tuple[type, ...]], tokens: int) -> Dyn
     return cache
 
 
-def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> Forward:
+def _decode(
+    model: Any, pairs: list[tuple[Any, NativeStep]], native: NativePass, slots: list[tuple[type, ...]]
+) -> Forward:
     """A function of token ids and named arguments; its result is ``None``, without any change, if it does not
     support the pass.
     """
-    steps = [step for _, step in pairs]
-    ends, native = ModelEnds(model, steps), NativePass(steps)
+    ends = ModelEnds(model, [step for _, step in pairs])
     takes_cache = _supports(model, pairs, slots)
 
     def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
@@ -199,13 +204,12 @@ def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
             hidden = out
         return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), past_key_values=cache)
 
-    decode.__dict__["native_pass"] = native
     return decode
 
 
 def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> bool:
     """Whether both ways give the same logits, bit by bit, with the first layers and stub experts."""
-    decode = _decode(model, pairs, slots)
+    decode = _decode(model, pairs, NativePass([step for _, step in pairs]), slots)
     ends = ModelEnds(model, [step for _, step in pairs])
     results: list[list[torch.Tensor]] = [[], []]
     with stub_experts(model), _layers(base_of(model), [layer for layer, _ in pairs]), probing() as generator:

@@ -82,6 +82,7 @@ std::vector<CachePlace> cache_places(const std::vector<Place>& places) {
   std::vector<CachePlace> found;
   found.reserve(places.size());
   for (const auto& [keys, key_head, values, value_head, held, packed] : places) {
+    if (held < 0) refuse("held is negative");
     found.push_back({at(keys), key_head, at(values), value_head, held, packed});
   }
   return found;
@@ -193,7 +194,9 @@ struct PlacedStep : PassStep {
   Clocks clocks;
 
   const FeedStep& feed_of() const override { return task.feed; }
-  bool keeps_keys() const override { return true; }
+  TokenPlaces places_of(const py::sequence& given) const override {
+    return {cache_places(given.cast<std::vector<Place>>()), {}};
+  }
   std::shared_ptr<StepTimes> times() const override { return clocks.times; }
   void run(std::int64_t tokens, const void* hidden, const void* cos, const void* sin,
            const TokenPlaces& places, void* residual, const FeedRows& rows) const override {
@@ -202,14 +205,10 @@ struct PlacedStep : PassStep {
 
   void call(Address hidden, Address cos, Address sin, const std::vector<Place>& given, Address residual,
             const FeedRows& rows) const {
-    const auto places = cache_places(given);
-    for (const CachePlace& place : places) {
-      if (place.held < 0) refuse("held is negative");
-    }
+    const TokenPlaces places{cache_places(given), {}};
     const auto running = clocks.times;  // measure() may end meanwhile
     const ReleaseGil released;
-    kStep(task, {static_cast<std::int64_t>(places.size()), at(hidden), at(cos), at(sin), places.data(),
-                 at(residual), rows});
+    run(static_cast<std::int64_t>(given.size()), at(hidden), at(cos), at(sin), places, at(residual), rows);
   }
   void route(Address hidden, Address cos, Address sin, const std::vector<Place>& places, Address residual,
              Address x, Address index, Address weights, Address shared) const {
@@ -399,6 +398,13 @@ Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_
 // Addresses of the states of a token: MixerStates.
 using States = std::pair<Address, Address>;
 
+std::vector<MixerStates> mixer_states(const std::vector<States>& given) {
+  std::vector<MixerStates> found;
+  found.reserve(given.size());
+  for (const auto& [before, state] : given) found.push_back({at(before), at<float>(state)});
+  return found;
+}
+
 // A layer whose mixer has states, and the products that it uses.
 template <class Task>
 struct MixedStep : PassStep {
@@ -407,7 +413,9 @@ struct MixedStep : PassStep {
   Clocks clocks;
 
   const FeedStep& feed_of() const override { return task.feed; }
-  bool keeps_keys() const override { return false; }
+  TokenPlaces places_of(const py::sequence& given) const override {
+    return {{}, mixer_states(given.cast<std::vector<States>>())};
+  }
   std::shared_ptr<StepTimes> times() const override { return clocks.times; }
   void run(std::int64_t tokens, const void* hidden, const void*, const void*, const TokenPlaces& places,
            void* residual, const FeedRows& rows) const override {
@@ -415,13 +423,10 @@ struct MixedStep : PassStep {
   }
 
   void call(Address hidden, const std::vector<States>& given, Address residual, const FeedRows& rows) const {
-    std::vector<MixerStates> states;
-    states.reserve(given.size());
-    for (const auto& [before, state] : given) states.push_back({at(before), at<float>(state)});
+    const TokenPlaces places{{}, mixer_states(given)};
     const auto running = clocks.times;  // as above
     const ReleaseGil released;
-    state_step(task,
-               {static_cast<std::int64_t>(states.size()), at(hidden), states.data(), at(residual), rows});
+    run(static_cast<std::int64_t>(given.size()), at(hidden), nullptr, nullptr, places, at(residual), rows);
   }
   void route(Address hidden, const std::vector<States>& states, Address residual, Address x, Address index,
              Address weights, Address shared) const {

@@ -1,6 +1,8 @@
 // What a pass of tokens through a model (token_pass.cc) calls for a layer, of whichever class that is.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -23,8 +25,8 @@ class PassStep {
  public:
   virtual ~PassStep() = default;
   virtual const FeedStep& feed_of() const = 0;
-  // Whether tokens have places for keys and values, and else states.
-  virtual bool keeps_keys() const = 0;
+  // From what Python gives for each token. Throws pybind11::cast_error for another class of step.
+  virtual TokenPlaces places_of(const pybind11::sequence& given) const = 0;
   // What run() adds its times to, or null. The caller keeps it alive during run().
   virtual std::shared_ptr<StepTimes> times() const = 0;
   // As the fields of LayerStepCall; without the GIL.

@@ -1,5 +1,5 @@
-// One token of each of several conversations through all layers of a model. Between the layers, Python and
-// torch would run with caches full of weights: for one token they take as long as a twelfth of a layer.
+// One token of each of several conversations through all layers of a model, without Python between them; see
+// moechat/models/decode/native_pass.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -26,25 +26,6 @@ constexpr std::int64_t kSignals = 100'000'000;  // ns between looks for Ctrl-C
 
 // Addresses of cosines and sines; 0 for a layer that does not rotate.
 using Angles = std::pair<Address, Address>;
-
-TokenPlaces token_places(const PassStep& step, const py::sequence& given) {
-  TokenPlaces places;
-  for (const py::handle place : given) {
-    const auto part = py::reinterpret_borrow<py::tuple>(place);
-    if (step.keeps_keys()) {
-      if (part.size() != 6) refuse("a place for keys and values has six parts");
-      const auto held = part[4].cast<std::int64_t>();
-      if (held < 0) refuse("held is negative");
-      places.keys.push_back({at(part[0].cast<Address>()), part[1].cast<std::int64_t>(),
-                             at(part[2].cast<Address>()), part[3].cast<std::int64_t>(), held,
-                             part[5].cast<bool>()});
-    } else {
-      if (part.size() != 2) refuse("a place for states has two parts");
-      places.states.push_back({at(part[0].cast<Address>()), at<float>(part[1].cast<Address>())});
-    }
-  }
-  return places;
-}
 
 // Invariants, which the constructor verifies: all parts have one type and one hidden size; a step with a
 // router has experts, one without a feed-forward part.
@@ -88,7 +69,11 @@ class TokenPass {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       const auto given = py::reinterpret_borrow<py::sequence>(places[i]);
       if (static_cast<std::int64_t>(given.size()) != tokens) refuse("a layer has another number of places");
-      all.push_back(token_places(*layers_[i].step, given));
+      try {
+        all.push_back(layers_[i].step->places_of(given));
+      } catch (const py::cast_error&) {
+        refuse("the places of layer " + std::to_string(i) + " are not those of its step");
+      }
       running.push_back(layers_[i].step->times());
     }
     reserve(tokens);
