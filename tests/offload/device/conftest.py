@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_config, write_tiny_checkpoint
-from triton_interpreter import list_members_once
+from triton_interpreter import quick_interpreter
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _cheaper_launches() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        list_members_once(patch)
+    with quick_interpreter():
         yield
 
 

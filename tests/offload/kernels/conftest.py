@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from triton_interpreter import list_members_once
+from triton_interpreter import quick_interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cheaper_launches() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        list_members_once(patch)
+    with quick_interpreter():
         yield

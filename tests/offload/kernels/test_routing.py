@@ -129,7 +129,8 @@ def test_a_routed_request_is_the_request_of_what_is_chosen(
 ) -> None:
     rule = Rule(**{**vars(rule), "logits_dtype": dtype, "weights_dtype": dtype})
     x, logits = drawn(1, 96, dtype=dtype), drawn(1, experts, dtype=dtype, seed=6)
-    ranks = [routing.Ranks(drawn(experts, 96, seed=7 + place), None, True, None) for place in range(places)]
+    # Of later layers, a program for each of their experts.
+    ranks = [routing.Ranks(drawn(16, 96, seed=7 + place), None, True, None) for place in range(places)]
     weights, index = routing.route(logits, rule, rule.correction)
     for inputs in (False, True):
         wanted = routing.request(x, index, weights, ranks, inputs=inputs)
