@@ -24,7 +24,13 @@ ROUTING = {
 # A processor that is fast for its link, one that is slow for it, a fast one with a fast link, and no card.
 PROFILES = ("laptop-rtx4060-8g", "rtx3060-12g", "rtx4090-24g", "ssd-only-16g")
 SHARES = (0.125, 0.25, 0.5)
-CELLS = [f"{name}-{profile}-{share:g}" for name in ROUTING for profile in PROFILES for share in SHARES]
+# Rows in the order in which every machine comes with another kind of routing: the first of them always run.
+ROWS = [(place + turn, place) for turn in range(len(ROUTING)) for place in range(len(PROFILES))]
+CELLS = [
+    f"{list(ROUTING)[routing % len(ROUTING)]}-{PROFILES[place]}-{share:g}"
+    for routing, place in ROWS
+    for share in SHARES
+]
 
 
 @cache

@@ -25,32 +25,37 @@ SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
 LONG_SECONDS = 1.9
-# Long, and the only tests of their kind. Those of auto take nearly all their time to simulate what a third
-# test, which always runs, needs too.
-ALWAYS = frozenset(
-    {
-        "offload/device/test_fused_layers.py::test_a_layer_that_is_not_its_parts_does_not_agree",
-        "offload/device/test_fused_layers.py::test_a_layer_whose_code_does_more_is_left_alone",
-        "offload/device/test_fused_layers.py::test_an_output_that_the_next_layer_does_not_read_is_reported",
-        "offload/device/test_fused_layers.py::test_hooks_of_modules_that_are_bypassed_are_called",
-        "offload/device/test_fused_layers.py::test_layers_are_recognised_in_every_type",
-        "offload/device/test_fused_layers.py::test_layers_of_another_kind_are_left_alone",
-        "offload/device/test_fused_layers.py::test_layers_of_families_are_a_few_launches_with_the_same_logits",
-        "offload/device/test_fused_layers.py::test_layers_that_fail_or_differ_are_computed_step_by_step",
-        "offload/device/test_fused_layers.py::test_sums_of_layers_are_added_at_once_if_the_model_does_more_with_them",
-        "offload/device/test_state_graphs.py::test_a_new_cache_begins_with_states_of_zeros",
-        "offload/device/test_state_graphs.py::test_states_stand_beside_packed_keys_and_weights",
-        "offload/device/test_state_graphs.py::test_states_that_a_replay_does_not_write_are_noticed",
-        "offload/device/test_state_graphs.py::test_states_that_move_are_not_replayed",
-        "offload/device/test_state_graphs.py::test_without_memory_for_copies_of_states_the_host_launches_every_layer",
-        "scripts/test_bench_linear_attention.py::test_a_model_without_linear_attention_is_an_error",
-        "scripts/test_bench_linear_attention.py::test_both_ways_are_timed",
-        "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
-        "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
-        "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy",
-        "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_preset",
-    }
-)
+# Long, and the only tests of their kind: how many cases of each run always. Of auto these are four rows, in which
+# every machine and every kind of routing occurs.
+_ALL = 1000
+ALWAYS = {
+    **dict.fromkeys(
+        (
+            "offload/device/test_fused_layers.py::test_a_layer_that_is_not_its_parts_does_not_agree",
+            "offload/device/test_fused_layers.py::test_a_layer_whose_code_does_more_is_left_alone",
+            "offload/device/test_fused_layers.py::test_an_output_that_the_next_layer_does_not_read_is_reported",
+            "offload/device/test_fused_layers.py::test_hooks_of_modules_that_are_bypassed_are_called",
+            "offload/device/test_fused_layers.py::test_layers_are_recognised_in_every_type",
+            "offload/device/test_fused_layers.py::test_layers_of_another_kind_are_left_alone",
+            "offload/device/test_fused_layers.py::test_layers_of_families_are_a_few_launches_with_the_same_logits",
+            "offload/device/test_fused_layers.py::test_layers_that_fail_or_differ_are_computed_step_by_step",
+            "offload/device/test_fused_layers.py::test_sums_of_layers_are_added_at_once_if_the_model_does_more_with_them",
+            "offload/device/test_state_graphs.py::test_a_new_cache_begins_with_states_of_zeros",
+            "offload/device/test_state_graphs.py::test_states_stand_beside_packed_keys_and_weights",
+            "offload/device/test_state_graphs.py::test_states_that_a_replay_does_not_write_are_noticed",
+            "offload/device/test_state_graphs.py::test_states_that_move_are_not_replayed",
+            "offload/device/test_state_graphs.py::test_without_memory_for_copies_of_states_the_host_launches_every_layer",
+            "scripts/test_bench_linear_attention.py::test_a_model_without_linear_attention_is_an_error",
+            "scripts/test_bench_linear_attention.py::test_both_ways_are_timed",
+            "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
+            "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
+        ),
+        _ALL,
+    ),
+    "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy": 12,
+    "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_preset": 12,
+    "simulate/test_auto_is_never_slower.py::test_nothing_is_faster_than_the_oracle": 12,
+}
 HEADER = f"""\
 # Tests that take more than {SLOW_SECONDS} s of processor time:
 # number of cases, seconds of the first one, seconds of all, name.
@@ -111,7 +116,9 @@ def quick_cases(slow: Mapping[str, SlowTest], function: str, item: pytest.Item) 
 
 def usual_cases(slow: Mapping[str, SlowTest], function: str) -> float:
     """The same for a run of continuous integration."""
-    return slow[function].usual_cases if function in slow and function not in ALWAYS else float("inf")
+    if function in ALWAYS:
+        return ALWAYS[function]
+    return slow[function].usual_cases if function in slow else float("inf")
 
 
 def names_tests(config: pytest.Config) -> bool:
