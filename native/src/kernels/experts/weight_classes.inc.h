@@ -128,15 +128,28 @@ constexpr bool kGridded = false;
 template <int kSubs>
 constexpr bool kGridded<Gridded<kSubs>> = true;
 
+// The values of each CodeTable, four times over: a register of them.
+struct CodeValues {
+  alignas(64) unsigned char of[static_cast<int>(CodeTable::kGrid)][64];
+};
+constexpr CodeValues make_code_values() {
+  CodeValues made{};
+  for (int table = 0; table < static_cast<int>(CodeTable::kGrid); ++table) {
+    for (int i = 0; i < 64; ++i) {
+      made.of[table][i] = static_cast<unsigned char>(kept_value(static_cast<CodeTable>(table), i % 16));
+    }
+  }
+  return made;
+}
+constexpr CodeValues kCodeValues = make_code_values();
+
 // REQUIRES: is_kept(encoding).
 MOECHAT_INLINE Codebook codebook_of(Encoding encoding) {
   const CodeTable table = kept_form(encoding).table;
   if (table == CodeTable::kGrid) {
     return {encoding, seti(0), grid_of(encoding), looks_up_bytes()};
   }
-  unsigned char values[64];
-  for (int i = 0; i < 64; ++i) values[i] = static_cast<unsigned char>(kept_value(table, i % 16));
-  return {encoding, loadi(values), {}, false};
+  return {encoding, loadi(kCodeValues.of[static_cast<int>(table)]), {}, false};
 }
 
 // What the kernels for kept weights need besides codes and scale words.

@@ -132,62 +132,39 @@ static constexpr const char* encoding_name(Encoding encoding) {
 
 static constexpr bool is_kept(Encoding encoding) { return encoding >= Encoding::kQ4_0; }
 
+// Forms in the order of the encodings, from the first kept one on.
+static constexpr KeptForm kKeptForms[kKeptEncodings] = {
+    {4, CodeTable::kNone, 2, ScaleWords::kHalves, 8, 0, 1, 32, 18},                         // kQ4_0
+    {4, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 20},                           // kQ4_1
+    {5, CodeTable::kNone, 2, ScaleWords::kHalves, 16, 0, 1, 32, 22},                        // kQ5_0
+    {5, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 24},                           // kQ5_1
+    {8, CodeTable::kNone, 2, ScaleWords::kHalves, 128, 0, 1, 32, 34},                       // kQ8_0
+    {2, CodeTable::kNone, 4, ScaleWords::kNibbles, 0, 2, kSuperGroups, 256, 84},            // kQ2K
+    {3, CodeTable::kNone, 4, ScaleWords::kSigned4, 4, 1, kSuperGroups, 256, 110},           // kQ3K
+    {4, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 144},           // kQ4K
+    {5, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 176},           // kQ5K
+    {6, CodeTable::kNone, 4, ScaleWords::kSigned4, 32, 1, kSuperGroups, 256, 210},          // kQ6K
+    {4, CodeTable::kIq4, 2, ScaleWords::kHalves, 127, 0, 1, 32, 18},                        // kIq4Nl
+    {4, CodeTable::kIq4, 2, ScaleWords::kSigned2, 127, 0, 1, 256, 136},                     // kIq4Xs
+    {4, CodeTable::kE2m1, 2, ScaleWords::kExponents, 12, 0, 1, 32, 17},                     // kMxfp4
+    {2, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 66, 3},   // kIq2Xxs
+    {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 0, 1, 256, 74, 4},              // kIq2Xs
+    {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 82, 4},   // kIq2S
+    {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 98, 5},   // kIq3Xxs
+    {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 110, 6},  // kIq3S
+    {1, CodeTable::kGrid, 2, ScaleWords::kOdd, 9, 1, kSuperGroups, 256, 50, 2},             // kIq1S
+    {1, CodeTable::kGrid, 4, ScaleWords::kOdd, 9, 0, 1, 256, 56, 3},                        // kIq1M
+    {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 36},                         // kInt4
+    {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 20},                         // kInt4By32
+    {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 68},                         // kInt8
+    {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 36},                         // kInt8By32
+    {4, CodeTable::kE2m1, 4, ScaleWords::kE4m3, 12, 2, kSuperGroups, 64, 40},               // kNvfp4
+    {8, CodeTable::kE4m3, 2, ScaleWords::kWholes, 0, 0, 1, 64, 68},                         // kFp8
+};
+
 // REQUIRES: is_kept(encoding).
-static constexpr KeptForm kept_form(Encoding encoding) {
-  switch (encoding) {
-    case Encoding::kQ4_0:
-      return {4, CodeTable::kNone, 2, ScaleWords::kHalves, 8, 0, 1, 32, 18};
-    case Encoding::kQ4_1:
-      return {4, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 20};
-    case Encoding::kQ5_0:
-      return {5, CodeTable::kNone, 2, ScaleWords::kHalves, 16, 0, 1, 32, 22};
-    case Encoding::kQ5_1:
-      return {5, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 24};
-    case Encoding::kQ8_0:
-      return {8, CodeTable::kNone, 2, ScaleWords::kHalves, 128, 0, 1, 32, 34};
-    case Encoding::kQ2K:
-      return {2, CodeTable::kNone, 4, ScaleWords::kNibbles, 0, 2, kSuperGroups, 256, 84};
-    case Encoding::kQ3K:
-      return {3, CodeTable::kNone, 4, ScaleWords::kSigned4, 4, 1, kSuperGroups, 256, 110};
-    case Encoding::kQ4K:
-      return {4, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 144};
-    case Encoding::kQ5K:
-      return {5, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 176};
-    case Encoding::kQ6K:
-      return {6, CodeTable::kNone, 4, ScaleWords::kSigned4, 32, 1, kSuperGroups, 256, 210};
-    case Encoding::kIq4Nl:
-      return {4, CodeTable::kIq4, 2, ScaleWords::kHalves, 127, 0, 1, 32, 18};
-    case Encoding::kIq4Xs:
-      return {4, CodeTable::kIq4, 2, ScaleWords::kSigned2, 127, 0, 1, 256, 136};
-    case Encoding::kIq2Xxs:
-      return {2, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 66, 3};
-    case Encoding::kIq2Xs:
-      return {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 0, 1, 256, 74, 4};
-    case Encoding::kIq2S:
-      return {2, CodeTable::kGrid, 4, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 82, 4};
-    case Encoding::kIq3Xxs:
-      return {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 98, 5};
-    case Encoding::kIq3S:
-      return {3, CodeTable::kGrid, 2, ScaleWords::kOdd, kSignedZero, 1, kSuperGroups, 256, 110, 6};
-    case Encoding::kIq1S:
-      return {1, CodeTable::kGrid, 2, ScaleWords::kOdd, 9, 1, kSuperGroups, 256, 50, 2};
-    case Encoding::kIq1M:
-      return {1, CodeTable::kGrid, 4, ScaleWords::kOdd, 9, 0, 1, 256, 56, 3};
-    case Encoding::kInt4:
-      return {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 36};
-    case Encoding::kInt4By32:
-      return {4, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 20};
-    case Encoding::kInt8:
-      return {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 0, 1, 64, 68};
-    case Encoding::kInt8By32:
-      return {8, CodeTable::kNone, 2, ScaleWords::kFloats, 0, 2, 1, 32, 36};
-    case Encoding::kNvfp4:
-      return {4, CodeTable::kE2m1, 4, ScaleWords::kE4m3, 12, 2, kSuperGroups, 64, 40};
-    case Encoding::kFp8:
-      return {8, CodeTable::kE4m3, 2, ScaleWords::kWholes, 0, 0, 1, 64, 68};
-    default:
-      return {4, CodeTable::kE2m1, 2, ScaleWords::kExponents, 12, 0, 1, 32, 17};
-  }
+static constexpr const KeptForm& kept_form(Encoding encoding) {
+  return kKeptForms[static_cast<int>(encoding) - static_cast<int>(Encoding::kQ4_0)];
 }
 
 // Values of the tables plus the zero of their encodings.
