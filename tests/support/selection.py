@@ -25,8 +25,8 @@ SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
 LONG_SECONDS = 1.9
-# Long, and the only tests of their kind: how many cases of each run always. Of auto these are four rows, in which
-# every machine and every kind of routing occurs.
+# Long, and the only tests of their kind: how many cases of each run always. Of auto these are four rows, in
+# which every machine and every kind of routing occurs.
 _ALL = 1000
 ALWAYS = {
     **dict.fromkeys(
