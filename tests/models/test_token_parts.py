@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from delta_support import mixer_of
 from families import tiny_family
+from homes import shared_home
 from tiny import write_tiny_checkpoint
 
 import moechat
@@ -21,6 +24,26 @@ from moechat.models.decode.shared_expert import fed, recognise_mlps
 from moechat.models.linear import StoredLinear
 
 TOKENS = [3, 10, 17, 24]
+
+
+@pytest.fixture(scope="module")
+def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home that all tests share, and with it the stores of checkpoints that several of them load."""
+    with shared_home(tmp_path_factory) as home:
+        yield home
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a family, written once."""
+    directory = tmp_path_factory.mktemp("families")
+
+    @cache
+    def written(family: str) -> Path:
+        write_tiny_checkpoint(directory / family, config_of(family))
+        return directory / family
+
+    return written
 
 
 def config_of(family: str):
@@ -52,11 +75,16 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     ],
 )
 def test_a_decoded_token_is_that_of_the_family_s_code(
-    family: str, deltas: int, mlps: int, dtype: str, dense_bits: int, tmp_path: Path, moechat_home: Path
+    family: str,
+    deltas: int,
+    mlps: int,
+    dtype: str,
+    dense_bits: int,
+    checkpoint: Callable[[str], Path],
+    moechat_home: Path,
 ) -> None:
-    write_tiny_checkpoint(tmp_path / family, config_of(family))
     options = {"ctx": 64, "dtype": dtype, "dense_bits": dense_bits, "activation_bits": 32}
-    with moechat.load(tmp_path / family, **options) as engine:
+    with moechat.load(checkpoint(family), **options) as engine:
         native = engine.loaded.native_modules
         assert len(native.deltas) == deltas
         assert len(native.mlps) == mlps

@@ -153,7 +153,7 @@ def test_the_result_of_packed_weights_does_not_depend_on_threads(bits: int) -> N
         assert all(torch.equal(results[0], other) for other in results)
 
 
-run_under = isa_fixture(__file__, "packed_weights or expanded_keys")
+run_under = isa_fixture(__file__, "packed_weights_give or expanded_keys")
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
