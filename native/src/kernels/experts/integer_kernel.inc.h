@@ -418,7 +418,9 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
     streams[i].sz = task.sz + tile * span_sz;
     streams[i].next_q = streams[i].q + (more ? span : 0);
     streams[i].next_sz = streams[i].sz + (more ? span_sz : 0);
-    streams[i].super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
+    if constexpr (W::kKept) {
+      streams[i].super = super_tile(task.super, 0, task.encoding, tile, task.groups, true);
+    }
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];

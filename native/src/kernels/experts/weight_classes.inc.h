@@ -173,6 +173,7 @@ struct Keeping {
 static_assert(kSuperGroups == 4, "super_shift is 2");
 
 // Returns where tile `tile` of a matrix has its supers, whose field begins at `offset`; -1: it has none.
+// REQUIRES: is_kept(encoding), or -1.
 MOECHAT_INLINE const unsigned char* super_tile(const unsigned char* record, std::int64_t offset,
                                                Encoding encoding, std::int64_t tile, std::int64_t groups,
                                                bool shared) {
