@@ -27,8 +27,7 @@ USUAL_SECONDS = 0.7
 LONG_SECONDS = 1.9
 # Long, and the only tests of their kind: how many cases of each run always. Of auto these are four rows, in
 # which every machine and every kind of routing occurs.
-_ALL = 1000
-ALWAYS = {
+ALWAYS: Mapping[str, float] = {
     **dict.fromkeys(
         (
             "offload/device/test_fused_layers.py::test_a_layer_that_is_not_its_parts_does_not_agree",
@@ -50,7 +49,7 @@ ALWAYS = {
             "scripts/test_faults.py::test_nothing_falls_in_the_short_campaign",
             "fetch/test_checked_shards.py::test_a_byte_that_changes_on_the_disk_is_refused_and_fetched_again",
         ),
-        _ALL,
+        float("inf"),
     ),
     "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_fixed_strategy": 12,
     "simulate/test_auto_is_never_slower.py::test_auto_is_as_fast_as_the_best_preset": 12,

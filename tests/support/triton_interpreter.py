@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter quicker: much of what it does between two operations is the same every time."""
+"""Makes Triton's interpreter faster: what is the same for every launch and operation is done once."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ def quick_interpreter() -> Iterator[None]:
     from triton.runtime import interpreter
 
     language, builder = triton.language, interpreter.interpreter_builder
-    scopes: dict[tuple[bool, ...], Any] = {}
+    scopes: dict[frozenset[int], Any] = {}
     put_in_place, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
     found: dict[Any, Any] = {}
 
-    class Kept:
+    class Stays:
         def restore(self) -> None:
             """Nothing: the next launch needs the same."""
 
-    def put_in_place_once(kernel: Any) -> Kept:
-        seen = [value for value in kernel.__globals__.values() if value is language or value is language.core]
-        modules = tuple(any(value is module for value in seen) for module in (language, language.core))
+    def put_in_place_once(kernel: Any) -> Stays:
+        modules = frozenset(map(id, kernel.__globals__.values())) & {id(language), id(language.core)}
         if modules not in scopes:
             scopes[modules] = put_in_place(kernel)
-        return Kept()
+        return Stays()
 
     def numpy_type_once(kind: Any) -> Any:
         element = kind.element_ty if isinstance(kind, language.block_type) else kind
