@@ -2356,7 +2356,7 @@ class RmsNorm:
         """Normalise ``x`` into ``out``, addresses of [rows, cols]; drops the GIL, as all calls below."""
 
 class GatedDelta:
-    """A token of linear attention by the gated delta rule; see :mod:`moechat.models.decode.gated_delta`.
+    """Tokens of linear attention by the gated delta rule; see :mod:`moechat.models.decode.gated_delta`.
 
     Args:
         type: As for :class:`RmsNorm`, of everything but the state.
@@ -2408,6 +2408,19 @@ class GatedDelta:
             before: Of the last elements of each channel, [channels, taps]; they move on by one.
             state: Of float32 [k_heads * group, k_dim, v_dim], which is overwritten.
             out: Of [k_heads * group * v_dim].
+        """
+    def many(
+        self, tokens: int, rows: Sequence[int], cols: Sequence[int], before: int, state: int, out: int
+    ) -> None:
+        """Compute the tokens of a prompt, with the results that they have one by one.
+
+        Args:
+            tokens: At least 1.
+            rows: Addresses of the rows of the first token, in the order of :meth:`__call__`.
+            cols: Of each, elements from the row of a token to that of the next.
+            before: As of :meth:`__call__`; the elements move on by ``tokens``.
+            state: As of :meth:`__call__`.
+            out: Of [tokens, k_heads * group * v_dim].
         """
 
 class Attention:
@@ -2914,7 +2927,7 @@ class LayerStep:
         """
 
 class MambaMixer:
-    """A Mamba-2 mixer with its projections, for one token; see :mod:`moechat.models.decode.mamba2`.
+    """A Mamba-2 mixer with its projections; see :mod:`moechat.models.decode.mamba2`.
 
     Args:
         type: As for :class:`RmsNorm`, of everything but the state.
@@ -2965,6 +2978,20 @@ class MambaMixer:
             before: Of [channels, taps], the last elements of each channel; written.
             state: Of float32 [heads, head_dim, state_size]; written.
             out: Of the result.
+        """
+    def many(
+        self, tokens: int, rows: int, before: int, state: int, out: int, limits: tuple[float, float]
+    ) -> None:
+        """Compute the tokens of a prompt between the projections, with the results that they have one by one,
+        but for the limits.
+
+        Args:
+            tokens: At least 1.
+            rows: Address of what the first projection gives, [tokens, rows of it].
+            before: As of :meth:`__call__`.
+            state: As of :meth:`__call__`.
+            out: Of what the last projection gets, [tokens, heads * head_dim].
+            limits: Least and largest step.
         """
 
 class LatentStep:

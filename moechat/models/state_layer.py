@@ -109,6 +109,24 @@ def token_states(
     return (before, state) if fits else None
 
 
+def begun_states(
+    layer: Any, before_shape: tuple[int, ...], state_shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As :func:`token_states`; before the first token, a layer gets states of zeros.
+
+    Args:
+        layer: Of an attention cache.
+        before_shape: Of the convolution's, whose last size is the number of its tokens.
+        state_shape: Of the others.
+        dtype: Of the convolution's.
+    """
+    if type(layer) is StateLayer and not layer.record_past and not layer.has_previous_state[0]:
+        before = torch.zeros(before_shape, dtype=dtype)
+        layer.update_conv_state(before, conv_kernel_size=before_shape[-1])
+        layer.update_recurrent_state(torch.zeros(state_shape))
+    return token_states(layer, before_shape, state_shape)
+
+
 def token_convolution(layer: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     """As :func:`token_states`, of a layer that has only the states of a convolution, of this shape."""
     if type(layer) is not StateLayer or layer.record_past or not layer.has_previous_state[0]:

@@ -1,4 +1,4 @@
-"""Linear attention with a decay for each channel: the native token against transformers' code."""
+"""Linear attention with a decay for each channel: natively, against transformers' code."""
 
 from __future__ import annotations
 
@@ -62,13 +62,48 @@ def test_tokens_behind_a_prompt_are_those_of_the_family(
     assert native is not None
     caches = [cache_of(), cache_of()]
     rough = torch.float32 if dtype is torch.float32 else torch.bfloat16  # errors add up in the states
-    for length in (1, 5, 1, 1, 1, 3, 1):
+    for length in (1, 5, 1, 1, 1, 3, 1, 70):
         x = torch.randn(1, length, HIDDEN).to(dtype)
         theirs = mixer(x.clone(), cache_params=caches[0])
         ours = native(x.clone(), cache_params=caches[1])
         assert close(ours.to(rough), theirs.to(rough))
         states = [cache.layers[1].tensors() for cache in caches]
         assert all(close(a.to(rough), b.to(rough)) for a, b in zip(*states, strict=True))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "dim", "taps"), [(3, 16, 4), (2, 144, 2)])
+def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(
+    dtype: torch.dtype, heads: int, dim: int, taps: int
+) -> None:
+    mixer, x = mixer_of(dtype, heads, dim, taps), torch.randn(1, 67, HIDDEN).to(dtype)
+    delta = found_in(mixer)
+    native, results, made = native_channel_delta(delta), [], list[torch.Tensor]()
+    assert native is not None
+    # torch's projections of several tokens round in another way.
+    parts = [*(getattr(mixer, name) for name in ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj"))]
+    parts += [mixer.g_b_proj, mixer.forget_gate.f_a_proj, mixer.forget_gate.f_b_proj]
+    for part, given in [(part, heard_by(part, mixer, x)) for part in parts]:
+        part.forward = lambda x, given=given: given[:, first : first + x.shape[1]]
+    mixer.o_proj.forward = lambda x: made.append(x.clone()) or x
+    for lengths in ([67], [1] * 67, [1, 2, 32, 31, 1], [33, 34]):
+        cache, first = cache_of(), 0
+        made.clear()
+        for length in lengths:
+            native(x[:, first : first + length], cache_params=cache)
+            first += length
+        results.append([torch.cat(made, dim=1), *cache.layers[1].tensors()])
+    assert all(all(map(torch.equal, results[0], other)) for other in results)
+
+
+def heard_by(part: Any, mixer: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a projection of a mixer gives for the tokens of a prompt."""
+    heard: list[torch.Tensor] = []
+    handle = part.register_forward_hook(lambda *given: heard.append(given[-1]))
+    mixer(x.clone(), cache_params=cache_of())
+    handle.remove()
+    return heard[0]
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from delta_support import drawn_states, mixer_of
 from families import tiny_family
+from isa_runner import isa_fixture
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -144,9 +145,58 @@ def test_a_native_token_has_the_results_of_the_reference(sizes, layout, dtype) -
         assert close(state, kept_state)
 
 
-def test_a_native_token_does_not_depend_on_the_number_of_threads() -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 32, 4), (3, 3, 8, 16, 3), (1, 5, 20, 144, 2)])
+@torch.inference_mode()
+def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(sizes, layout, dtype) -> None:
+    delta = mixer_of(layout, *sizes, dtype=dtype)
+    forward, results = native_delta(delta), []
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn((1, 67, 32), generator=generator).to(dtype)
+    # torch's projections of several tokens round in another way.
+    rows = [module(hidden) for module in delta.projections]
+    for module, given in zip(delta.projections, rows, strict=True):
+        module.forward = lambda x, given=given: given[:, first : first + x.shape[1]]
+    made = []
+    delta.output.forward = lambda x: made.append(x.clone()) or x
+    for parts in ([67], [1] * 67, [1, 2, 32, 31, 1], [33, 34]):
+        cache, first = DynamicCache(), 0
+        cache.layers = [StateLayer(), StateLayer()]
+        made.clear()
+        for part in parts:
+            forward(hidden[:, first : first + part], cache_params=cache)
+            first += part
+        results.append([torch.cat(made, dim=1), *delta.states_of(cache)])
+    assert all(all(map(torch.equal, results[0], other)) for other in results)
+    before, state = delta.first_states(hidden)
+    wanted = [reference(delta, [row[:, at] for row in rows], before, state) for at in range(67)]
+    assert close(results[0][0], torch.stack(wanted, dim=1))
+    assert torch.equal(before, results[0][1])
+    assert close(state, results[0][2])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.inference_mode()
+def test_a_prompt_is_that_of_the_family_s_code_before_and_behind_others(layout, dtype) -> None:
+    delta = mixer_of(layout, 2, 4, 16, 32, 4, dtype=dtype)
+    forward, caches = native_delta(delta), [DynamicCache(), DynamicCache()]
+    rough = torch.float32 if dtype is torch.float32 else torch.bfloat16  # errors add up in the states
+    for cache in caches:
+        cache.layers = [StateLayer(), StateLayer()]
+    for tokens in (1, 2, 130, 1, 3):
+        hidden = torch.randn((1, tokens, 32), generator=torch.Generator().manual_seed(tokens)).to(dtype)
+        wanted = delta.mixer(hidden.clone(), cache_params=caches[0])
+        assert close(forward(hidden, cache_params=caches[1]).to(rough), wanted.to(rough))
+        for theirs, ours in zip(*(delta.states_of(cache) for cache in caches), strict=True):
+            assert close(ours.to(rough), theirs.to(rough))
+
+
+def test_native_results_do_not_depend_on_the_number_of_threads() -> None:
     delta = mixer_of("apart", 16, 32, 64, 64, 4)
     forward, results = native_delta(delta), []
+    prompt = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(1))
     for threads in (1, 2, 3):
         before = _native.num_threads()
         _native.set_num_threads(threads)
@@ -157,12 +207,20 @@ def test_a_native_token_does_not_depend_on_the_number_of_threads() -> None:
             cache.layers[1].update_conv_state(states[0], conv_kernel_size=delta.taps)
             cache.layers[1].update_recurrent_state(states[1])
             with torch.inference_mode():
-                made = forward(torch.ones(1, 1, 32), cache_params=cache)
-            results.append(torch.cat([made.flatten(), *(each.flatten() for each in delta.states_of(cache))]))
+                made = [forward(x, cache_params=cache).flatten() for x in (torch.ones(1, 1, 32), prompt)]
+            results.append(torch.cat([*made, *(each.flatten() for each in delta.states_of(cache))]))
         finally:
             _native.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+run_under = isa_fixture(__file__, "a_native_token or a_prompt or number_of_threads")
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_every_instruction_set_computes_the_same(isa, run_under) -> None:
+    run_under(isa)
 
 
 def test_sizes_that_native_code_does_not_serve_stay_with_torch() -> None:
@@ -170,14 +228,14 @@ def test_sizes_that_native_code_does_not_serve_stay_with_torch() -> None:
     assert native_delta(mixer_of("apart", 2, 4, 16, 16, 9)) is None
 
 
-@pytest.mark.parametrize("name", ["prompt", "no cache", "hook", "mask"])
+@pytest.mark.parametrize("name", ["no cache", "hook", "mask", "gradients", "several"])
 @torch.inference_mode()
 def test_other_calls_are_left_to_torch(name: str) -> None:
     delta = mixer_of("apart", 2, 4, 16, 16, 4)
     mixer, forward = delta.mixer, native_delta(delta)
     cache = DynamicCache()
     cache.layers = [StateLayer(), StateLayer()]
-    hidden = torch.randn(1, 5 if name == "prompt" else 1, 32)
+    hidden = torch.randn(2 if name == "several" else 1, 5, 32)
     calls = []
     mixer.forward = lambda *_, **__: calls.append(name) or hidden
     forward = native_delta(delta)
@@ -187,5 +245,7 @@ def test_other_calls_are_left_to_torch(name: str) -> None:
     more = {"attention_mask": torch.ones(1, 1)} if name == "mask" else {}
     if name == "hook":
         mixer.norm.register_forward_hook(lambda *_: None)
-    forward(hidden, cache_params=None if name == "no cache" else cache, **more)
+    with torch.inference_mode(False):
+        given = hidden.clone().requires_grad_(name == "gradients")
+    forward(given, cache_params=None if name == "no cache" else cache, **more)
     assert calls == [name]

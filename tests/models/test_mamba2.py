@@ -1,4 +1,4 @@
-"""Mamba-2 mixers: recognised, their reference against transformers, and natively for one token."""
+"""Mamba-2 mixers: recognised, their reference against transformers, and natively."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ HIDDEN = 32
 
 
 def mixer_of(
-    heads: int, head_dim: int, groups: int, state_size: int, taps: int, *, dtype: torch.dtype = torch.float32
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state_size: int,
+    taps: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    limits: tuple[float, float] = (0.0, math.inf),
 ) -> Mamba2:
     """A mixer with random weights in 16-bit rows, as it is recognised."""
     config = NemotronHConfig(
@@ -49,6 +56,7 @@ def mixer_of(
     )
     torch.manual_seed(7)
     mixer: Any = NemotronHMamba2Mixer(config, 1)
+    mixer.time_step_limit = limits
     with torch.no_grad():
         for name in ("A_log", "dt_bias", "D"):
             mixer._parameters[name].normal_()
@@ -75,6 +83,17 @@ def cache_of(mamba: Mamba2) -> Any:
     cache: Any = DynamicCache()
     cache.layers = [StateLayer(), layer]
     return cache
+
+
+def empty_cache() -> Any:
+    cache: Any = DynamicCache()
+    cache.layers = [StateLayer(), StateLayer()]
+    return cache
+
+
+def prompt_of(mamba: Mamba2, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn((1, tokens, HIDDEN), generator=generator).to(mamba.mixer.conv1d.weight.dtype)
 
 
 def hidden_states(mamba: Mamba2) -> list[torch.Tensor]:
@@ -125,6 +144,50 @@ def test_the_native_mixer_computes_the_reference(sizes: Any, dtype: torch.dtype)
         assert close(own_state, state)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@torch.inference_mode()
+def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(sizes: Any, dtype: torch.dtype) -> None:
+    mamba = mixer_of(*sizes, dtype=dtype)
+    run = native_mamba2(mamba).__dict__["run"]  # the projections of several tokens round in another way
+    for tokens in (2, 16, 65):
+        rows = mamba.projections[0](prompt_of(mamba, tokens))
+        outs, states = [], []
+        for parts in ([tokens], [1] * tokens, [1, tokens - 1]):
+            before, state = (each.clone() for each in states_of(mamba, cache_of(mamba)))
+            made, first = torch.empty((tokens, mamba.inner), dtype=dtype), 0
+            for part in parts:
+                at = rows[0, first:].data_ptr(), before.data_ptr(), state.data_ptr(), made[first:].data_ptr()
+                run.many(part, *at, mamba.limits)
+                first += part
+            outs.append(made)
+            states.append((before, state))
+        assert all(torch.equal(outs[0], other) for other in outs)
+        assert all(all(map(torch.equal, states[0], other)) for other in states)
+        before, state = (each.clone() for each in states_of(mamba, cache_of(mamba)))
+        wanted = [reference(mamba, rows[:, token], before, state) for token in range(tokens)]
+        assert close(outs[0], torch.cat(wanted))
+        assert close(states[0][1], state)
+
+
+@pytest.mark.parametrize("limits", [(0.0, math.inf), (0.25, 0.5)])
+@pytest.mark.parametrize("dtype", TYPES)
+@torch.inference_mode()
+def test_a_prompt_is_that_of_the_family_s_code_before_and_behind_others(
+    dtype: torch.dtype, limits: tuple[float, float]
+) -> None:
+    mamba = mixer_of(*SIZES[1], dtype=dtype, limits=limits)
+    forward, ours, theirs = native_mamba2(mamba), empty_cache(), empty_cache()
+    assert forward is not None
+    rough = torch.float32 if dtype is torch.float32 else torch.bfloat16
+    for tokens in (1, 2, 70, 1, 3):
+        x = prompt_of(mamba, tokens)
+        wanted = mamba.mixer(x.clone(), cache_params=theirs)
+        assert close(forward(x, cache_params=ours).to(rough), wanted.to(rough))
+        for own, their in zip(states_of(mamba, ours), states_of(mamba, theirs), strict=True):
+            assert close(own.to(rough), their.to(rough))
+
+
 @torch.inference_mode()
 def test_the_result_does_not_depend_on_threads() -> None:
     mamba, threads, results = mixer_of(*SIZES[-1], dtype=torch.bfloat16), _native.num_threads(), []
@@ -133,13 +196,13 @@ def test_the_result_does_not_depend_on_threads() -> None:
     for count in (1, 2, 3, 7):
         _native.set_num_threads(count)
         cache = cache_of(mamba)
-        made = [forward(x, cache_params=cache) for x in hidden_states(mamba)]
+        made = [forward(x, cache_params=cache) for x in (*hidden_states(mamba), prompt_of(mamba, 70))]
         results.append([*made, *states_of(mamba, cache)])
     _native.set_num_threads(threads)
     assert all(all(map(torch.equal, results[0], other)) for other in results)
 
 
-run_under = isa_fixture(__file__, "the_native_mixer or on_threads")
+run_under = isa_fixture(__file__, "the_native_mixer or on_threads or a_prompt")
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
@@ -156,6 +219,8 @@ def test_what_the_reference_does_otherwise_is_noticed(dtype: torch.dtype) -> Non
         replace(mamba, norm_group=mamba.inner),
         replace(mamba, groups=1, state_size=2 * mamba.state_size),
         replace(mamba, index=mamba.index + 1),
+        replace(mamba, limits=(0.01, math.inf)),
+        replace(mamba, limits=(0.0, 10.0)),
     ):
         assert not agrees(wrong)
 

@@ -18,11 +18,12 @@ from transformers.cache_utils import DynamicCache
 from moechat import _native
 from moechat.models.decode.gated_delta import UNIT_EPS
 from moechat.models.decode.layer_kind import agreeing_modules
-from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.products import is_sequence
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer, token_states
+from moechat.models.state_layer import StateLayer, begun_states, token_states
 
 _MIXED = ("q_proj", "k_proj", "v_proj")
 _GATES, _BETA, _OUTPUT = ("g_a_proj", "g_b_proj"), "b_proj", "o_proj"
@@ -61,18 +62,28 @@ class ChannelDelta:
         dim]``; ``None``: before the first token, or of another shape.
         """
         layers = getattr(cache, "layers", ())
+        return token_states(layers[self.index], *self._shapes) if self.index < len(layers) else None
+
+    def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`states_of`; before the first token the cache gets states of zeros."""
+        layers = getattr(cache, "layers", ())
         if self.index >= len(layers):
             return None
-        shapes = (1, 3 * self.width, self.taps), (1, self.heads, self.dim, self.dim)
-        return token_states(layers[self.index], *shapes)
+        return begun_states(layers[self.index], *self._shapes, self.mixer._modules[_CONV].weight.dtype)
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (1, 3 * self.width, self.taps), (1, self.heads, self.dim, self.dim)
 
     def rows(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Of a token: queries, keys and values as one row; gates; betas; decays, without their biases."""
+        """Of tokens ``[1, tokens, hidden]``: queries, keys and values as one row ``[1, tokens, 3 * width]``;
+        gates; betas; decays, without their biases.
+        """
         parts, forget = self.mixer._modules, self.mixer._modules[_FORGET]._modules
-        mixed = torch.cat([parts[name](hidden).view(-1) for name in _MIXED])
+        mixed = torch.cat([parts[name](hidden) for name in _MIXED], dim=-1)
         gates = parts[_GATES[1]](parts[_GATES[0]](hidden))
         decays = forget[_DECAYS[1]](forget[_DECAYS[0]](hidden))
-        return [mixed, gates.view(-1), parts[_BETA](hidden).view(-1), decays.view(-1)]
+        return [mixed, gates, parts[_BETA](hidden), decays]
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the mixer is computed in another way."""
@@ -132,7 +143,7 @@ def reference(
 
     Args:
         delta: The mixer.
-        rows: Of :meth:`ChannelDelta.rows`.
+        rows: Of :meth:`ChannelDelta.rows`, of a token, ``[columns]``.
         before: As of :meth:`ChannelDelta.states_of`.
         state: Likewise.
     """
@@ -158,34 +169,47 @@ def reference(
 
 
 def _agrees(delta: ChannelDelta) -> bool:
-    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens."""
+    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens, one by one
+    and then several at once, behind these and without any before them.
+    """
     mixer, dtype = delta.mixer, delta.mixer._modules[_CONV].weight.dtype
+    hidden, heads = mixer._modules[_MIXED[0]].in_features, (1, delta.heads, delta.dim, delta.dim)
+    channels = (1, 3 * delta.width, delta.taps)
     with probing() as generator:
         normal, layer = normal_numbers(generator, dtype), StateLayer()
-        cache: Any = DynamicCache()
-        cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
-        layer.update_conv_state(normal(1, 3 * delta.width, delta.taps), conv_kernel_size=delta.taps)
-        states = torch.randn((1, delta.heads, delta.dim, delta.dim), generator=generator)
-        layer.update_recurrent_state(states)
+        layer.update_conv_state(normal(*channels), conv_kernel_size=delta.taps)
+        layer.update_recurrent_state(torch.randn(heads, generator=generator))
         ours = [each.clone() for each in layer.tensors()]
+        first = [[torch.zeros(channels, dtype=dtype), torch.zeros(heads)] for _ in range(2)]
         outer, inner = (*_MIXED, *_GATES, _BETA, _OUTPUT), mixer._modules[_FORGET]
-        try:
-            with random_projections(mixer, outer, normal), random_projections(inner, _DECAYS, normal):
-                for size in SIZES:
-                    x = normal(1, 1, mixer._modules[_MIXED[0]].in_features) * size
-                    theirs = mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
-                    made = mixer._modules[_OUTPUT](reference(delta, delta.rows(x), *ours)).view_as(theirs)
-                    pairs = [(theirs, made), *zip(layer.tensors(), ours, strict=True)]
-                    if not all(close(found, wanted) for found, wanted in pairs):
-                        return False
-        except Exception:  # the family's code needs more than the probe has
-            return False
-    return delta.states_of(cache) is not None
+        with random_projections(mixer, outer, normal), random_projections(inner, _DECAYS, normal):
+            return (
+                all(_same(delta, layer, ours, normal(1, 1, hidden) * size) for size in SIZES)
+                and _same(delta, layer, ours, normal(1, MANY, hidden))
+                and _same(delta, StateLayer(), first[0], normal(1, MANY, hidden))
+                and _same(delta, StateLayer(), first[1], normal(1, 1, hidden))
+            )
+
+
+def _same(delta: ChannelDelta, layer: StateLayer, ours: list[torch.Tensor], x: torch.Tensor) -> bool:
+    """Whether both ways agree for tokens, from these states on."""
+    cache: Any = DynamicCache()
+    cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
+    try:
+        theirs = delta.mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
+        rows = delta.rows(x)
+        made = [reference(delta, [row[0, at] for row in rows], *ours) for at in range(x.shape[1])]
+        pairs = [(theirs, delta.mixer._modules[_OUTPUT](torch.stack(made, dim=1)).view_as(theirs))]
+        pairs += zip(layer.tensors(), ours, strict=True)
+        alike = all(close(found, wanted) for found, wanted in pairs)
+    except Exception:  # the family's code needs more than the probe has
+        return False
+    return alike and delta.states_of(cache) is not None
 
 
 def native_channel_delta(delta: ChannelDelta) -> Callable[..., Any] | None:
-    """A ``forward`` for ``delta.mixer``, native between its projections for a token; ``None`` if native code
-    does not serve its sizes.
+    """A ``forward`` for ``delta.mixer``, native between its projections; ``None``: native code does not
+    serve its sizes.
     """
     mixer, dim, width = delta.mixer, delta.dim, delta.width
     taps, norm = mixer._modules[_CONV].weight, mixer._modules[_NORM].weight
@@ -210,8 +234,8 @@ def native_channel_delta(delta: ChannelDelta) -> Callable[..., Any] | None:
         )
     except ValueError:
         return None
-    own, hooks, states_of, output = mixer.forward, delta.hooks(), delta.states_of, mixer._modules[_OUTPUT]
-    shape, rows_of = (1, 1, mixer._modules[_MIXED[0]].in_features), delta.rows
+    own, hooks, begun_in, output = mixer.forward, delta.hooks(), delta.begun_in, mixer._modules[_OUTPUT]
+    hidden_size, rows_of = mixer._modules[_MIXED[0]].in_features, delta.rows
 
     def forward(
         hidden_states: torch.Tensor,
@@ -221,27 +245,18 @@ def native_channel_delta(delta: ChannelDelta) -> Callable[..., Any] | None:
     ) -> Any:
         states = None
         if (
-            hidden_states.shape == shape
-            and hidden_states.dtype is dtype
-            and hidden_states.is_cpu
+            is_sequence(hidden_states, hidden_size, dtype)
             and attention_mask is None
             and not any(hooks)
             and only_known_arguments(named)
         ):
-            states = states_of(cache_params)
+            states = begun_in(cache_params)
         if states is None or states[0].dtype is not dtype:
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        mixed, gates, betas, decays = (row.contiguous() for row in rows_of(hidden_states))
-        out = torch.empty((1, 1, width), dtype=dtype)
-        run(
-            mixed.data_ptr(),
-            gates.data_ptr(),
-            betas.data_ptr(),
-            decays.data_ptr(),
-            states[0].data_ptr(),
-            states[1].data_ptr(),
-            out.data_ptr(),
-        )
+        tokens, rows = hidden_states.shape[1], [row.contiguous() for row in rows_of(hidden_states)]
+        addresses, cols = [row.data_ptr() for row in rows], [row.shape[-1] for row in rows]
+        out = torch.empty((1, tokens, width), dtype=dtype)
+        run.many(tokens, addresses, cols, states[0].data_ptr(), states[1].data_ptr(), out.data_ptr())
         return output(out)
 
     forward.__dict__["weights"] = (taps, norm, log_rates, biases)  # keeps the memory alive that ``run`` reads

@@ -22,10 +22,10 @@ from transformers.cache_utils import DynamicCache
 
 from moechat import _native
 from moechat.models.decode.layer_kind import agreeing_modules
-from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer, token_states
+from moechat.models.state_layer import StateLayer, begun_states, token_states
 
 # Added to the sum of squares of a query or a key.
 UNIT_EPS = _native.DELTA_UNIT_EPS
@@ -137,10 +137,20 @@ class GatedDelta:
         layers = getattr(cache, "layers", ())
         return self.states_in(layers[self.index]) if self.index < len(layers) else None
 
+    def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`states_of`; before the first token the cache gets states of zeros."""
+        layers = getattr(cache, "layers", ())
+        if self.index >= len(layers):
+            return None
+        return begun_states(layers[self.index], *self._shapes, self.parameters()[0].dtype)
+
     def states_in(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`, of the layer of a cache."""
-        shapes = (1, self.channels, self.taps), (1, self.v_heads, self.k_dim, self.v_dim)
-        return token_states(layer, *shapes)
+        return token_states(layer, *self._shapes)
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (1, self.channels, self.taps), (1, self.v_heads, self.k_dim, self.v_dim)
 
 
 def recognise_gated_deltas(model: nn.Module) -> dict[nn.Module, GatedDelta]:
@@ -269,27 +279,38 @@ def reference(
 
 
 def agrees(delta: GatedDelta) -> bool:
-    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens."""
+    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens, one by one
+    and then several at once, behind these and without any before them.
+    """
     mixer, dtype = delta.mixer, delta.mixer.conv1d.weight.dtype
     hidden = delta.projections[0].in_features
     with probing() as generator:
         normal, layer = normal_numbers(generator, dtype), StateLayer()
-        cache: Any = DynamicCache()
-        cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
         state = torch.randn((1, delta.v_heads, delta.k_dim, delta.v_dim), generator=generator)
         layer.update_conv_state(normal(1, delta.channels, delta.taps), conv_kernel_size=delta.taps)
         layer.update_recurrent_state(state)
         ours = [each.clone() for each in layer.tensors()]
-        try:
-            with random_projections(mixer, (*delta.inputs, _OUTPUT), normal):
-                for size in SIZES:
-                    x = normal(1, 1, hidden) * size
-                    theirs = mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
-                    rows = [module(x).view(1, -1) for module in delta.projections]
-                    made = delta.output(reference(delta, rows, *ours)).view_as(theirs)
-                    pairs = [(theirs, made), *zip(layer.tensors(), ours, strict=True)]
-                    if not all(close(found, wanted) for found, wanted in pairs):
-                        return False
-        except Exception:  # the family's code needs more than the probe has
-            return False
-    return delta.states_of(cache) is not None
+        first = [list(delta.first_states(normal(1))) for _ in range(2)]
+        with random_projections(mixer, (*delta.inputs, _OUTPUT), normal):
+            return (
+                all(_same(delta, layer, ours, normal(1, 1, hidden) * size) for size in SIZES)
+                and _same(delta, layer, ours, normal(1, MANY, hidden))
+                and _same(delta, StateLayer(), first[0], normal(1, MANY, hidden))
+                and _same(delta, StateLayer(), first[1], normal(1, 1, hidden))
+                and delta.states_in(layer) is not None
+            )
+
+
+def _same(delta: GatedDelta, layer: StateLayer, ours: list[torch.Tensor], x: torch.Tensor) -> bool:
+    """Whether both ways agree for tokens, from these states on."""
+    cache: Any = DynamicCache()
+    cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
+    try:
+        theirs = delta.mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
+        rows = [module(x) for module in delta.projections]
+        made = [reference(delta, [row[:, token] for row in rows], *ours) for token in range(x.shape[1])]
+        pairs = [(theirs, delta.output(torch.stack(made, dim=1)).view_as(theirs))]
+        pairs += zip(layer.tensors(), ours, strict=True)
+        return all(close(found, wanted) for found, wanted in pairs)
+    except Exception:  # the family's code needs more than the probe has
+        return False

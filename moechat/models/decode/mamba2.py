@@ -1,4 +1,4 @@
-"""Mamba-2 mixers, recognised by their results, and natively for one token on the CPU (Nemotron-H, Granite).
+"""Mamba-2 mixers, recognised by their results, and natively on the CPU (Nemotron-H, Granite).
 
 For each element of a head with a state ``h`` ``[state_size]``, a token computes (Dao and Gu,
 arXiv:2405.21060, section 6)::
@@ -6,7 +6,7 @@ arXiv:2405.21060, section 6)::
     step = softplus(dt + bias);  h = exp(-rate step) h + step x B;  y = C' h + skip x
 
 after a short convolution of ``x``, ``B`` and ``C`` over the last tokens, and before a norm of ``y`` times the
-gates' silu, in groups.
+gates' silu, in groups. In transformers a prompt's steps are limited, those of single tokens behind it not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers.cache_utils import DynamicCache
 
 from moechat import _native
 from moechat.models.decode.layer_kind import agreeing_modules
-from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
-from moechat.models.decode.products import native_products
+from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
+from moechat.models.decode.products import is_sequence, native_products
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer, token_states
+from moechat.models.state_layer import StateLayer, begun_states, token_states
 
 _PROJECTIONS = ("in_proj", "out_proj")
 _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size", "layer_idx")
@@ -52,6 +52,7 @@ class Mamba2:
         index: Of the layer in the attention cache.
         norm_group: Elements that are normed together.
         eps: Of the norm.
+        limits: Least and largest step of a prompt.
     """
 
     mixer: Any
@@ -63,6 +64,7 @@ class Mamba2:
     index: int
     norm_group: int
     eps: float
+    limits: tuple[float, float]
 
     @property
     def inner(self) -> int:
@@ -94,9 +96,18 @@ class Mamba2:
         state_size]``, float32; ``None``: before the first token, or of another shape.
         """
         layers = getattr(cache, "layers", ())
-        layer = layers[self.index] if self.index < len(layers) else None
-        shapes = (1, self.channels, self.taps), (1, self.heads, self.head_dim, self.state_size)
-        return token_states(layer, *shapes)
+        return token_states(layers[self.index], *self._shapes) if self.index < len(layers) else None
+
+    def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`states_of`; before the first token the cache gets states of zeros."""
+        layers = getattr(cache, "layers", ())
+        if self.index >= len(layers):
+            return None
+        return begun_states(layers[self.index], *self._shapes, self.mixer.conv1d.weight.dtype)
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (1, self.channels, self.taps), (1, self.heads, self.head_dim, self.state_size)
 
 
 def recognise_mamba2(model: nn.Module) -> dict[nn.Module, Mamba2]:
@@ -124,7 +135,9 @@ def _described(module: Any) -> Mamba2 | None:
     group = getattr(module.norm, "group_size", heads * head_dim)
     if type(group) is not int:
         return None
-    mamba = Mamba2(module, heads, head_dim, groups, state_size, taps, index, group, eps)
+    least, most = getattr(module, "time_step_limit", (0.0, float("inf")))
+    limits = float(least), float(most)
+    mamba = Mamba2(module, heads, head_dim, groups, state_size, taps, index, group, eps, limits)
     return mamba if min(heads, head_dim, groups, state_size, taps, group) > 0 and _fits(mamba) else None
 
 
@@ -148,7 +161,9 @@ def _fits(mamba: Mamba2) -> bool:
     )
 
 
-def reference(mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def reference(
+    mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: torch.Tensor, *, limited: bool = False
+) -> torch.Tensor:
     """What the mixer gives to its last projection, ``[1, inner]``, in torch; overwrites the states.
 
     Args:
@@ -156,6 +171,7 @@ def reference(mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: tor
         row: Output of its first projection for a token, ``[1, out_features]``.
         before: As of :meth:`Mamba2.states_of`.
         state: Likewise.
+        limited: As in prompts.
     """
     taps, log_rates, biases, skips, weight = mamba.parameters()
     dtype, bias = row.dtype, mamba.mixer.conv1d.bias
@@ -172,7 +188,10 @@ def reference(mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: tor
         part.view(mamba.groups, 1, -1).expand(-1, each, -1).reshape(mamba.heads, 1, -1)
         for part in (keys, queries)
     )
-    step = functional.softplus(steps + biases).float().view(-1, 1, 1)
+    step = functional.softplus(steps + biases)
+    if limited:
+        step = step.clamp(*mamba.limits)
+    step = step.float().view(-1, 1, 1)
     kept = (-step * log_rates.float().exp().view(-1, 1, 1)).exp()
     state[0] = state[0] * kept + step * heads * keys
     out = (state[0] * queries).sum(-1).to(dtype)
@@ -184,55 +203,61 @@ def reference(mamba: Mamba2, row: torch.Tensor, before: torch.Tensor, state: tor
 
 
 def agrees(mamba: Mamba2) -> bool:
-    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens.
+    """Whether the mixer has the results of :func:`reference`, but for rounding, for random tokens, one by one
+    and then several at once, behind these and without any before them.
 
-    Two of them meet states of zeros with very short and very long steps, so that a limit of steps is seen.
+    Some meet states of zeros with very short and very long steps, so that a limit of steps is seen.
     """
-    dtype = mamba.mixer.conv1d.weight.dtype
+    dtype, hidden = mamba.mixer.conv1d.weight.dtype, mamba.projections[0].in_features
     heads = (1, mamba.heads, mamba.head_dim, mamba.state_size)
     with probing() as generator:
         normal = normal_numbers(generator, dtype)
-        before, state = normal(1, mamba.channels, mamba.taps), torch.randn(heads, generator=generator)
-        sizes = _FP16_SIZES if dtype is torch.float16 else SIZES
-        if not _same(mamba, before, state, sizes, normal):
-            return False
-        for bias in _EXTREME_BIASES:
-            with _biased(mamba.mixer, bias):
-                if not _same(mamba, before, torch.zeros(heads), (0.1,), normal):
-                    return False
-    return True
+
+        def filled(state: torch.Tensor) -> StateLayer:
+            layer = StateLayer()
+            layer.update_conv_state(normal(1, mamba.channels, mamba.taps), conv_kernel_size=mamba.taps)
+            layer.update_recurrent_state(state)
+            return layer
+
+        def same(layer: StateLayer, *inputs: torch.Tensor) -> bool:
+            shapes = (1, mamba.channels, mamba.taps), heads
+            held = layer.tensors() or [torch.zeros(shapes[0], dtype=dtype), torch.zeros(shapes[1])]
+            ours = [each.clone() for each in held]
+            return all(_same(mamba, layer, ours, x) for x in inputs)
+
+        with random_projections(mamba.mixer, _PROJECTIONS, normal):
+            sizes = _FP16_SIZES if dtype is torch.float16 else SIZES
+            several = normal(1, MANY, hidden) * min(sizes)
+            layer = filled(torch.randn(heads, generator=generator))
+            agree = same(layer, *(normal(1, 1, hidden) * size for size in sizes), several)
+            agree = agree and same(StateLayer(), several, several[:, :1] * 0.1)
+            agree = agree and same(StateLayer(), several[:, :1])
+            for bias in _EXTREME_BIASES:
+                with _biased(mamba.mixer, bias):
+                    for x in (normal(1, 1, hidden) * 0.1, several * 0.1):
+                        agree = agree and same(filled(torch.zeros(heads)), x)
+    return agree
 
 
-def _same(
-    mamba: Mamba2,
-    before: torch.Tensor,
-    state: torch.Tensor,
-    sizes: tuple[float, ...],
-    normal: Callable[..., torch.Tensor],
-) -> bool:
-    """Whether both ways agree for a token of each size, from these states on."""
-    mixer, dtype, layer = mamba.mixer, before.dtype, StateLayer()
+def _same(mamba: Mamba2, layer: StateLayer, ours: list[torch.Tensor], x: torch.Tensor) -> bool:
+    """Whether both ways agree for tokens, from these states on."""
+    mixer = mamba.mixer
     cache: Any = DynamicCache()
     cache.layers = [*(StateLayer() for _ in range(mamba.index)), layer]
-    layer.update_conv_state(before.clone(), conv_kernel_size=mamba.taps)
-    layer.update_recurrent_state(state.clone())
-    ours = [each.clone() for each in layer.tensors()]
+    limited = x.shape[1] > 1 or not layer.tensors()
     # The family rounds what a token adds to its states, and these once more where it reads them.
-    rough = torch.float32 if dtype is torch.float32 else torch.bfloat16
+    rough = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
     first, last = _PROJECTIONS
     try:
-        with random_projections(mixer, _PROJECTIONS, normal):
-            for size in sizes:
-                x = normal(1, 1, mamba.projections[0].in_features) * size
-                theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
-                made = reference(mamba, mixer._modules[first](x).view(1, -1), *ours)
-                pairs = [(theirs, mixer._modules[last](made).view_as(theirs))]
-                pairs += zip(layer.tensors(), ours, strict=True)
-                if not all(close(found.to(rough), wanted.to(rough)) for found, wanted in pairs):
-                    return False
+        theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
+        rows = mixer._modules[first](x)
+        made = [reference(mamba, rows[:, at], *ours, limited=limited) for at in range(x.shape[1])]
+        pairs = [(theirs, mixer._modules[last](torch.stack(made, dim=1)).view_as(theirs))]
+        pairs += zip(layer.tensors(), ours, strict=True)
+        alike = all(close(found.to(rough), wanted.to(rough)) for found, wanted in pairs)
     except Exception:  # the family's code needs more than the probe has
         return False
-    return mamba.states_of(cache) is not None
+    return alike and mamba.states_of(cache) is not None
 
 
 @contextmanager
@@ -253,7 +278,7 @@ def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:
     if products is None:
         return None
     taps, log_rates, step_biases, skips, norm = weights
-    dtype, shape = taps.dtype, (1, 1, mamba.projections[0].in_features)
+    dtype, hidden_size, inner = taps.dtype, mamba.projections[0].in_features, mamba.inner
     try:
         run = _native.MambaMixer(
             ELEMENTS[dtype],
@@ -274,7 +299,8 @@ def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:
         )
     except ValueError:
         return None
-    own, hooks, states_of = mamba.mixer.forward, mamba.hooks(), mamba.states_of
+    own, hooks, states_of, begun_in = mamba.mixer.forward, mamba.hooks(), mamba.states_of, mamba.begun_in
+    (first, last), limits = mamba.projections, mamba.limits
 
     def forward(
         hidden_states: torch.Tensor,
@@ -282,23 +308,28 @@ def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
-        states = None
+        states, many = None, False
         if (
-            hidden_states.shape == shape
-            and hidden_states.dtype is dtype
-            and hidden_states.is_cpu
-            and hidden_states.is_contiguous()
+            is_sequence(hidden_states, hidden_size, dtype)
             and attention_mask is None
             and not any(hooks)
             and only_known_arguments(named)
         ):
-            states = states_of(cache_params)
+            found = states_of(cache_params)
+            many = found is None or hidden_states.shape[1] > 1
+            states = begun_in(cache_params) if found is None else found
         if states is None or states[0].dtype is not dtype:
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        before, state = states
-        out = torch.empty_like(hidden_states)
-        run(hidden_states.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
-        return out
+        before, state = (each.data_ptr() for each in states)
+        if not many:
+            out = torch.empty_like(hidden_states)
+            run(hidden_states.data_ptr(), before, state, out.data_ptr())
+            return out
+        tokens, rows = hidden_states.shape[1], first(hidden_states).contiguous()
+        made = torch.empty((1, tokens, inner), dtype=dtype)
+        run.many(tokens, rows.data_ptr(), before, state, made.data_ptr(), limits)
+        return last(made)
 
     forward.__dict__["weights"] = (weights, bias)  # keeps the memory alive that ``run`` reads
+    forward.__dict__["run"] = run
     return forward

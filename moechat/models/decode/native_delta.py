@@ -1,4 +1,6 @@
-"""Linear attention by the gated delta rule for one token on the CPU, alone and in a layer's native step."""
+"""Linear attention by the gated delta rule on the CPU: of a prompt, and of one token, alone and in a layer's
+native step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
-from moechat.models.decode.products import native_products
+from moechat.models.decode.products import is_sequence, native_products
 from moechat.models.decode.state_steps import StateMixer
 from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
@@ -17,16 +19,18 @@ from moechat.models.state_layer import StateLayer
 
 Forward = Callable[..., Any]
 _States = tuple[torch.Tensor, torch.Tensor]
-# (hidden state, states) -> result.
+# (hidden states, states) -> result.
 _Step = Callable[[torch.Tensor, _States], torch.Tensor]
 
 
 def native_delta(delta: GatedDelta) -> Forward | None:
     """A ``forward`` for ``delta.mixer``; ``None`` if the native code does not serve its sizes."""
-    step = _step(delta)
-    if step is None:
+    steps = _steps(delta)
+    if steps is None:
         return None
-    own, hooks, states_for = delta.mixer.forward, delta.hooks(), _states_for(delta)
+    one, many = steps
+    own, hooks, begun_in = delta.mixer.forward, delta.hooks(), delta.begun_in
+    dtype, hidden_size = delta.parameters()[0].dtype, delta.projections[0].in_features
 
     def forward(
         hidden_states: torch.Tensor,
@@ -34,12 +38,19 @@ def native_delta(delta: GatedDelta) -> Forward | None:
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
-        states = states_for(hidden_states, cache_params)
-        if states is None or attention_mask is not None or any(hooks) or not only_known_arguments(named):
+        states = None
+        if (
+            is_sequence(hidden_states, hidden_size, dtype)
+            and attention_mask is None
+            and not any(hooks)
+            and only_known_arguments(named)
+        ):
+            states = begun_in(cache_params)
+        if states is None or states[0].dtype is not dtype:
             return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        return step(hidden_states, states)
+        return (one if hidden_states.shape[1] == 1 else many)(hidden_states, states)
 
-    forward.__dict__["mixer"] = step.__dict__.get("mixer")
+    forward.__dict__["mixer"] = one.__dict__.get("mixer")
     return forward
 
 
@@ -64,21 +75,8 @@ def delta_mixer(delta: GatedDelta) -> StateMixer:
     return StateMixer(delta.index, dtype, delta.projections[0].in_features, _native.DeltaStep, places, fill)
 
 
-def _states_for(delta: GatedDelta) -> Callable[[torch.Tensor, Any], _States | None]:
-    """A function from hidden states and a cache to the states of a token that native code serves."""
-    dtype, shape = delta.parameters()[0].dtype, (1, 1, delta.projections[0].in_features)
-
-    def states_for(hidden: torch.Tensor, cache: Any) -> _States | None:
-        if not (hidden.shape == shape and hidden.dtype is dtype and hidden.is_cpu and hidden.is_contiguous()):
-            return None
-        states = delta.states_of(cache)
-        return None if states is None or states[0].dtype is not dtype else states
-
-    return states_for
-
-
-def _step(delta: GatedDelta) -> _Step | None:
-    """Computes a token: in one call, or between the projections, if native code does not read these."""
+def _steps(delta: GatedDelta) -> tuple[_Step, _Step] | None:
+    """What computes one token, in one call if native code reads the projections, and several tokens."""
     weights = delta.parameters()
     places = (delta.q, delta.k, delta.v, delta.gate, delta.beta, delta.decay)
     try:
@@ -100,30 +98,32 @@ def _step(delta: GatedDelta) -> _Step | None:
         return None
     sources = [place.source for place in (delta.q, delta.gate, delta.beta, delta.decay)]
     projections, output, width = delta.projections, delta.output, delta.v_heads * delta.v_dim
-    products = native_products([*projections, output])
-    if products is not None:
-        try:
-            mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
-        except ValueError:
-            return None
-
-        def whole(hidden: torch.Tensor, states: _States) -> torch.Tensor:
-            out = torch.empty_like(hidden)
-            before, state = states
-            mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
-            return out
-
-        whole.__dict__.update(weights=weights, mixer=mixer)  # keeps the memory alive that ``run`` reads
-        return whole
 
     def between(hidden: torch.Tensor, states: _States) -> torch.Tensor:
+        tokens = hidden.shape[1]
         rows = [module(hidden).contiguous() for module in projections]
-        out = torch.empty((1, 1, width), dtype=hidden.dtype)
-        mixed, gate, beta, decay = (rows[source].data_ptr() for source in sources)
+        out = torch.empty((1, tokens, width), dtype=hidden.dtype)
+        read = [rows[source] for source in sources]
+        addresses, cols = [row.data_ptr() for row in read], [row.shape[-1] for row in read]
         before, state = states
-        run(mixed, gate, beta, decay, before.data_ptr(), state.data_ptr(), out.data_ptr())
+        run.many(tokens, addresses, cols, before.data_ptr(), state.data_ptr(), out.data_ptr())
         result: torch.Tensor = output(out)
         return result
 
-    between.__dict__["weights"] = weights
-    return between
+    between.__dict__["weights"] = weights  # keeps the memory alive that ``run`` reads
+    products = native_products([*projections, output])
+    if products is None:
+        return between, between
+    try:
+        mixer = _native.DeltaMixer(run, products[:-1], sources, products[-1])
+    except ValueError:
+        return None
+
+    def whole(hidden: torch.Tensor, states: _States) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        before, state = states
+        mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())
+        return out
+
+    whole.__dict__.update(weights=weights, mixer=mixer)
+    return whole, between

@@ -39,6 +39,8 @@ def takes_hidden_states_only(module: nn.Module) -> bool:
 
 # Sizes of hidden states that are tried: with large ones, values that a family clips would differ.
 SIZES = (1.0, 1.0, 20.0)
+# Tokens of a probe of several at once.
+MANY = 5
 
 
 def normal_numbers(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

@@ -62,3 +62,17 @@ def native_rows(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor] | N
         return out
 
     return forward
+
+
+def is_sequence(hidden: torch.Tensor, size: int, dtype: torch.dtype) -> bool:
+    """Whether hidden states are those of one sequence, ``[1, tokens, size]``, as native code reads them."""
+    return (
+        hidden.dim() == 3
+        and hidden.shape[0] == 1
+        and hidden.shape[1] > 0
+        and hidden.shape[2] == size
+        and hidden.dtype is dtype
+        and hidden.is_cpu
+        and hidden.is_contiguous()
+        and not hidden.requires_grad
+    )

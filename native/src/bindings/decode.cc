@@ -148,7 +148,9 @@ void bind_decode(py::module_& m) {
            py::arg("taps"), py::arg("places"), py::arg("eps"), py::arg("weights"), py::arg("log_rates"),
            py::arg("biases"), py::arg("norm"), py::arg("by_channel") = false)
       .def("__call__", &Delta::run, py::arg("mixed"), py::arg("gate"), py::arg("beta"), py::arg("decay"),
-           py::arg("before"), py::arg("state"), py::arg("out"));
+           py::arg("before"), py::arg("state"), py::arg("out"))
+      .def("many", &Delta::many, py::arg("tokens"), py::arg("rows"), py::arg("cols"), py::arg("before"),
+           py::arg("state"), py::arg("out"));
 
   py::class_<Attention>(m, "Attention")
       .def(py::init([](const std::string& type, std::int64_t kv_heads, std::int64_t group,

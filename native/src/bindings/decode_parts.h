@@ -1,6 +1,7 @@
 // Python objects for the parts of a decoding step; they hold the arguments that are equal in every call.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -53,6 +54,27 @@ struct Delta {
     own.gate_row = at(gate);
     own.beta_row = at(beta);
     own.decay_row = at(decay);
+    own.before = at(before);
+    own.state = at<float>(state);
+    own.out = at(out);
+    const ReleaseGil released;
+    delta(own);
+  }
+
+  // cols: of the four rows, elements from those of a token to the next.
+  void many(std::int64_t tokens, const std::array<Address, 4>& rows, const std::array<std::int64_t, 4>& cols,
+            Address before, Address state, Address out) const {
+    require_positive("tokens", tokens);
+    DeltaTask own = task;
+    own.tokens = tokens;
+    own.mixed = at(rows[0]);
+    own.gate_row = at(rows[1]);
+    own.beta_row = at(rows[2]);
+    own.decay_row = at(rows[3]);
+    own.mixed_cols = cols[0];
+    own.gate_cols = cols[1];
+    own.beta_cols = cols[2];
+    own.decay_cols = cols[3];
     own.before = at(before);
     own.state = at<float>(state);
     own.out = at(out);

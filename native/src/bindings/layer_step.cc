@@ -356,6 +356,22 @@ struct Mamba {
     const ReleaseGil released;
     mamba_mixer(task, at(hidden), at(before), at<float>(state), at(out));
   }
+
+  // Between the projections: rows [tokens, input.rows], out [tokens, output.cols].
+  void many(std::int64_t tokens, Address rows, Address before, Address state, Address out,
+            std::pair<float, float> limits) const {
+    require_positive("tokens", tokens);
+    MambaTask own = task.task;
+    own.least_step = limits.first;
+    own.most_step = limits.second;
+    own.tokens = tokens;
+    own.row = at(rows);
+    own.before = at(before);
+    own.state = at<float>(state);
+    own.out = at(out);
+    const ReleaseGil released;
+    mamba(own);
+  }
 };
 
 Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_dim, std::int64_t groups,
@@ -498,7 +514,9 @@ void bind_layer_step(py::module_& m) {
            py::arg("state_size"), py::arg("taps"), py::arg("norm_group"), py::arg("eps"), py::arg("weights"),
            py::arg("conv_biases"), py::arg("log_rates"), py::arg("step_biases"), py::arg("skips"),
            py::arg("norm"), py::arg("input"), py::arg("output"))
-      .def("__call__", &Mamba::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"));
+      .def("__call__", &Mamba::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"))
+      .def("many", &Mamba::many, py::arg("tokens"), py::arg("rows"), py::arg("before"), py::arg("state"),
+           py::arg("out"), py::arg("limits"));
   py::class_<Step, PassStep> step(m, "LayerStep");
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),

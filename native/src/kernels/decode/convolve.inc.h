@@ -46,6 +46,62 @@ void convolve_of(const ConvolveTask& task, std::int64_t from, std::int64_t chann
   }
 }
 
+// The same for several tokens, whose rows are `cols` elements apart: out [tokens, out_cols]. kTaps:
+// task.taps, or 0: any number of them.
+template <ElementType kType, int kTaps>
+void convolve_lanes_of(const ConvolveTask& task, const typename Elements<kType>::Storage* x,
+                       std::int64_t channel, std::int64_t lanes, std::int64_t tokens, std::int64_t cols,
+                       float* out, std::int64_t out_cols) {
+  using Type = Elements<kType>;
+  using Storage = typename Type::Storage;
+  const int taps = kTaps > 0 ? kTaps : static_cast<int>(task.taps);
+  Storage* before = static_cast<Storage*>(task.before) + channel * taps;
+  // Element `tap` of each channel.
+  const auto column = [&](const Storage* rows, int tap) {
+    Storage found[16] = {};
+    for (std::int64_t lane = 0; lane < lanes; ++lane) found[lane] = rows[lane * taps + tap];
+    return Type::get(found);
+  };
+  Vec factors[kMostTaps], window[kMostTaps + 1];
+  for (int tap = 0; tap < taps; ++tap) {
+    factors[tap] = column(static_cast<const Storage*>(task.weights) + channel * taps, tap);
+    window[tap + 1] = column(before, tap);
+  }
+  const Vec bias = task.biases == nullptr
+                       ? zero()
+                       : get_part<kType>(static_cast<const Storage*>(task.biases) + channel, lanes);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (int tap = 0; tap < taps; ++tap) window[tap] = window[tap + 1];
+    window[taps] = lanes == 16 ? Type::get(x + t * cols) : get_part<kType>(x + t * cols, lanes);
+    Vec total = zero();
+    for (int tap = 0; tap < taps; ++tap) total = add(total, mul(window[tap + 1], factors[tap]));
+    if (task.biases != nullptr) total = add(total, bias);
+    total = Type::rounded(total);
+    total = Type::rounded(mul(total, sigmoid(total)));
+    if (lanes == 16) {
+      store(out + t * out_cols, total);
+    } else {
+      put_part<ElementType::kFloat32>(out + t * out_cols, total, lanes);
+    }
+  }
+  for (int tap = 0; tap < taps; ++tap) {
+    Storage found[16];
+    Type::put(found, window[tap + 1]);
+    for (std::int64_t lane = 0; lane < lanes; ++lane) before[lane * taps + tap] = found[lane];
+  }
+}
+
+template <ElementType kType>
+void convolve_rows_of(const ConvolveTask& task, std::int64_t from, std::int64_t channel, std::int64_t count,
+                      std::int64_t tokens, std::int64_t cols, float* out, std::int64_t out_cols) {
+  if (tokens == 1) return convolve_of<kType>(task, from, channel, count, out);
+  const auto* x = static_cast<const typename Elements<kType>::Storage*>(task.row) + from;
+  const auto run = task.taps == 4 ? convolve_lanes_of<kType, 4> : convolve_lanes_of<kType, 0>;
+  for (std::int64_t i = 0; i < count; i += 16) {
+    run(task, x + i, channel + i, count - i < 16 ? count - i : 16, tokens, cols, out + i, out_cols);
+  }
+}
+
 template <ElementType kType>
 float element_of(const void* row, std::int64_t index) {
   float lanes[16];

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <vector>
 
+#include "kernels/decode/step_memory.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/half.h"
 #include "kernels/threads/thread_pool.h"
@@ -23,7 +24,7 @@ constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
 // Slots of the pool's scratch memory; forward.cc uses lower numbers.
-enum Slot { kQueries = 32, kPartials, kUnitScratch, kDeltaScratch, kMambaScratch };
+enum Slot { kQueries = 32, kPartials, kUnitScratch, kDeltaScratch, kMambaScratch, kMambaHeads };
 
 std::int64_t padded(std::int64_t count) { return (count + 15) / 16 * 16; }
 
@@ -178,7 +179,7 @@ bool attend_prompt(const AttendTask& task) {
 void delta(const DeltaTask& task) {
   const DecodeKernels& kernel = *kernels().decode;
   ThreadPool::Session session;
-  const std::int64_t elements = task.k_heads * task.group * task.k_dim * task.v_dim;
+  const std::int64_t elements = task.tokens * task.k_heads * task.group * task.k_dim * task.v_dim;
   int threads = elements < kDeltaElements ? 1 : ThreadPool::num_threads();
   if (threads > task.k_heads) threads = static_cast<int>(task.k_heads);
   const std::int64_t each = padded(delta_scratch(task));
@@ -196,20 +197,35 @@ void delta(const DeltaTask& task) {
 void mamba(const MambaTask& given) {
   const DecodeKernels& kernel = *kernels().decode;
   ThreadPool::Session session;
+  const std::int64_t inner = mamba_inner(given), channels = mamba_channels(given);
+  const std::int64_t most = std::min(given.tokens, kMambaTokens), size = element_bytes(given.type);
   MambaTask task = given;
-  const std::int64_t inner = task.heads * task.head_dim;
-  const std::int64_t channels = inner + 2 * task.groups * task.state_size;
-  task.mixed = session.scratch<float>(kMambaScratch, padded(channels) + padded(inner));
-  task.made = task.mixed + padded(channels);
-  const int threads = inner * task.state_size < kMambaElements ? 1 : ThreadPool::num_threads();
-  // Parts of a phase are as many as threads can share evenly, a multiple of 16 channels.
-  session.parallel_for(threads, (channels + 15) / 16, 16, [&](std::int64_t begin, std::int64_t end) {
-    kernel.mamba_convolve(task, 16 * begin, std::min(16 * end, channels));
-  });
-  session.parallel_for(threads, task.heads, 1,
-                       [&](std::int64_t begin, std::int64_t end) { kernel.mamba_heads(task, begin, end); });
-  session.parallel_for(threads, inner / task.norm_group, 1,
-                       [&](std::int64_t begin, std::int64_t end) { kernel.mamba_norm(task, begin, end); });
+  task.mixed = session.scratch<float>(kMambaScratch, padded(most * channels) + padded(most * inner));
+  task.made = task.mixed + padded(most * channels);
+  task.tokens = most;
+  const std::int64_t each = padded(mamba_scratch(task));
+  float* scratch = session.scratch<float>(kMambaHeads, each * ThreadPool::num_threads());
+  for (std::int64_t first = 0; first < given.tokens; first += most) {
+    task.tokens = std::min(given.tokens - first, most);
+    task.row = static_cast<const unsigned char*>(given.row) + first * mamba_cols(given) * size;
+    task.out = static_cast<unsigned char*>(given.out) + first * inner * size;
+    const int threads =
+        task.tokens * inner * task.state_size < kMambaElements ? 1 : ThreadPool::num_threads();
+    // Parts of a phase are as many as threads can share evenly, a multiple of 16 channels.
+    session.parallel_for(threads, (channels + 15) / 16, 16, [&](std::int64_t begin, std::int64_t end) {
+      kernel.mamba_convolve(task, 16 * begin, std::min(16 * end, channels));
+    });
+    std::atomic<std::int64_t> next{0};
+    session.parallel(std::min<int>(threads, static_cast<int>(task.heads)), [&](int thread, int) {
+      for (;;) {
+        const std::int64_t head = next.fetch_add(1, std::memory_order_relaxed);
+        if (head >= task.heads) return;
+        kernel.mamba_heads(task, head, head + 1, scratch + each * thread);
+      }
+    });
+    session.parallel_for(threads, task.tokens * inner / task.norm_group, task.tokens,
+                         [&](std::int64_t begin, std::int64_t end) { kernel.mamba_norm(task, begin, end); });
+  }
 }
 
 void router_logits(const RouteTask& task) {

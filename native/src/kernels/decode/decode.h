@@ -12,7 +12,7 @@ void rms_norm(const NormTask& task, std::int64_t rows);
 void rotate(const RotateTask& task);
 void attend(const AttendTask& task);
 void delta(const DeltaTask& task);
-// Its mixed and made are unused.
+// Any number of tokens; its mixed and made are unused.
 void mamba(const MambaTask& task);
 // Returns false, and computes nothing, if a token's visible keys are not one range, or a key head has too
 // many query heads. Without `visible` each token sees the keys up to its own, the last token being that of

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace moechat {
 
@@ -141,8 +142,9 @@ struct ConvolveTask {
   void* before;         // [channels, taps]: the last elements of each channel
 };
 
-// A token of linear attention by the gated delta rule; moechat/models/decode/gated_delta.py has the formulas.
-// Convolution, norms and rule are computed in float32 and rounded to the element type after each.
+// Tokens of linear attention by the gated delta rule, one after the other;
+// moechat/models/decode/gated_delta.py has the formulas. Convolution, norms and rule are computed in float32
+// and rounded to the element type after each. A token's results do not depend on how many are in a task.
 //
 // With `by_channel` each element of a key has a decay of its own, gates are sigmoids, and the norm is rounded
 // once, behind its gate (Kimi Linear, arXiv:2510.26692, section 3).
@@ -164,13 +166,17 @@ struct DeltaTask {
   const void* log_rates;  // [k_heads * group]
   const void* biases;     // of the decays: [k_heads * group], or [k_heads, k_dim]
   const void* norm;       // [v_dim]
-  const void* mixed;      // row with q, k and v
+  // Rows of the first token; those of the next one are so many elements further. Of one token they are
+  // unused.
+  const void* mixed;  // with q, k and v
   const void* gate_row;
   const void* beta_row;
   const void* decay_row;
+  std::int64_t mixed_cols, gate_cols, beta_cols, decay_cols;
   void* before;  // [channels, taps]: the last elements of each channel
   float* state;  // [k_heads * group, k_dim, v_dim]
-  void* out;     // [k_heads * group * v_dim]
+  void* out;     // [tokens, k_heads * group * v_dim]
+  std::int64_t tokens = 1;
 };
 
 // A token of a gated short convolution between its projections (LFM2): out = C * convolution(B * x), where
@@ -188,13 +194,21 @@ struct ShortConvTask {
 
 static constexpr float kDeltaUnitEps = 1e-6f;  // added to the sum of squares of a query or a key
 
+// Of several tokens, so many are computed at a time for a head, and for so many columns of its state, which
+// then fit the first cache: 16 KiB for keys of 128 elements.
+static constexpr std::int64_t kDeltaTokens = 32;
+static constexpr std::int64_t kDeltaPart = 32;
+
 static constexpr std::int64_t delta_scratch(const DeltaTask& task) {
-  return 3 * task.k_dim + 2 * task.v_dim + 16;
+  const std::int64_t tokens = task.tokens < kDeltaTokens ? task.tokens : kDeltaTokens;
+  const std::int64_t part = task.tokens > 1 ? kDeltaPart * task.k_dim : 0;
+  return part + tokens * (3 * task.k_dim + 2 * task.v_dim + 2) + 16;
 }
 
-// A token of a Mamba-2 mixer between its projections; moechat/models/decode/mamba2.py has the formulas. The
-// convolution is rounded to the element type before and after its activation, as are steps, what a state
-// gives, and the norm; states are float32.
+// Tokens of a Mamba-2 mixer between its projections, one after the other; moechat/models/decode/mamba2.py has
+// the formulas. The convolution is rounded to the element type before and after its activation, as are steps,
+// what a state gives, and the norm; states are float32. A token's results do not depend on how many are in a
+// task.
 struct MambaTask {
   ElementType type;
   std::int64_t heads, head_dim;
@@ -210,13 +224,30 @@ struct MambaTask {
   const void* step_biases;  // [heads]
   const void* skips;        // [heads]
   const void* norm;         // [heads * head_dim]
-  const void* row;          // gates [heads * head_dim], channels, steps [heads]
+  const void* row;          // [tokens, ...]: gates [heads * head_dim], channels, steps [heads]
   void* before;             // [channels, taps]
   float* state;             // [heads, head_dim, state_size]
-  float* mixed;             // [channels], scratch
-  float* made;              // [heads * head_dim], scratch
-  void* out;                // [heads * head_dim]
+  float* mixed;             // [tokens, channels], scratch
+  float* made;              // [tokens, heads * head_dim], scratch
+  void* out;                // [tokens, heads * head_dim]
+  std::int64_t tokens = 1;  // at most kMambaTokens in a call of the kernels
+  // Of the steps, rounded to the element type.
+  float least_step = 0.0f, most_step = std::numeric_limits<float>::infinity();
 };
+
+// Their keys and queries of 64 columns then fit the first cache.
+static constexpr std::int64_t kMambaTokens = 32;
+static constexpr std::int64_t mamba_inner(const MambaTask& task) { return task.heads * task.head_dim; }
+static constexpr std::int64_t mamba_channels(const MambaTask& task) {
+  return mamba_inner(task) + 2 * task.groups * task.state_size;
+}
+static constexpr std::int64_t mamba_scratch(const MambaTask& task) {
+  return task.tokens * 2 * (task.state_size + task.head_dim);
+}
+// Elements of a row.
+static constexpr std::int64_t mamba_cols(const MambaTask& task) {
+  return mamba_inner(task) + mamba_channels(task) + task.heads;
+}
 
 // A product of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) with the weights of its heads,
 // each of which has `plain` rows that make keys of latents, then `value_dim` rows that make values. The rows
@@ -272,9 +303,10 @@ struct DecodeKernels {
   // that a head has of its sum of latents. Rounded to the element type.
   void (*latent_queries)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
   void (*latent_values)(const LatentTask& task, std::int64_t head, std::int64_t begin, std::int64_t end);
-  // In this order: channels [begin, end), a multiple of 16 but for the last; heads; groups of the norm.
+  // In this order: channels [begin, end), a multiple of 16 but for the last; heads, with mamba_scratch(task)
+  // floats; groups of the norm, those of the first token, then those of the next.
   void (*mamba_convolve)(const MambaTask& task, std::int64_t begin, std::int64_t end);
-  void (*mamba_heads)(const MambaTask& task, std::int64_t begin, std::int64_t end);
+  void (*mamba_heads)(const MambaTask& task, std::int64_t begin, std::int64_t end, float* scratch);
   void (*mamba_norm)(const MambaTask& task, std::int64_t begin, std::int64_t end);
   // Channels [begin, end), a multiple of 16 but for the last.
   void (*short_convolve)(const ShortConvTask& task, std::int64_t begin, std::int64_t end);

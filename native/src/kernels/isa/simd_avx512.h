@@ -33,6 +33,27 @@ MOECHAT_INLINE Vec round_small(Vec x) {
   return Vec{_mm512_roundscale_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 MOECHAT_INLINE Vec sqrt(Vec x) { return Vec{_mm512_sqrt_ps(x.a)}; }
+// Lane t: the sum of the lanes of x[t], of 16 Vecs, in the order of lane_sum().
+MOECHAT_INLINE Vec lane_sums(const Vec* x) {
+  // Each step adds halves of what is left of two sums and puts them side by side. Sums 4 * m + j begin at
+  // place 4 * j + m, where the last two steps, which stay within four lanes, leave them.
+  const auto at = [x](int place) { return x[place % 4 * 4 + place / 4].a; };
+  __m512 eight[8], four[4], two[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 first = at(2 * i), second = at(2 * i + 1);
+    eight[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x44), _mm512_shuffle_f32x4(first, second, 0xee));
+  }
+  for (int i = 0; i < 4; ++i) {
+    four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(eight[2 * i], eight[2 * i + 1], 0x88),
+                            _mm512_shuffle_f32x4(eight[2 * i], eight[2 * i + 1], 0xdd));
+  }
+  for (int i = 0; i < 2; ++i) {
+    two[i] = _mm512_add_ps(_mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0x44),
+                           _mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0xee));
+  }
+  return Vec{_mm512_add_ps(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd))};
+}
 
 MOECHAT_INLINE VecI loadi(const void* from) { return VecI{_mm512_loadu_si512(from)}; }
 MOECHAT_INLINE void storei(void* to, VecI x) { _mm512_storeu_si512(to, x.a); }

@@ -70,6 +70,19 @@ MOECHAT_INLINE Vec round_small(Vec a) {
   const Vec magic = set1(12582912.0f);
   return sub(add(a, magic), magic);
 }
+// Lane t: the sum of the lanes of x[t], of 16 Vecs, in the order of lane_sum().
+MOECHAT_INLINE Vec lane_sums(const Vec* x) {
+  float sums[16];
+  for (int t = 0; t < 16; ++t) {
+    float lanes[16];
+    store(lanes, x[t]);
+    for (int width = 8; width > 0; width /= 2) {
+      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    sums[t] = lanes[0];
+  }
+  return load(sums);
+}
 MOECHAT_INLINE Vec sqrt(Vec a) {
   float f[16];
   store(f, a);
