@@ -2502,7 +2502,8 @@ class TokenPass:
     """Computes all layers of a model for one token of each of several conversations.
 
     Args:
-        layers: Of each layer its step, and its experts or, if the step has no router, its feed-forward part.
+        layers: Of each layer its step, and its experts or, if the step has no router, its feed-forward part;
+            if it ends with its mixer, any of these.
 
     Raises:
         ValueError: Layers differ in type or hidden size.
@@ -2511,7 +2512,7 @@ class TokenPass:
     def __init__(
         self,
         layers: Sequence[
-            tuple[LayerStep | LatentStep | DeltaStep | ShortConvStep, ResidentExperts | GatedMlp]
+            tuple[LayerStep | LatentStep | _StateStep | FeedLayer, ResidentExperts | Mlp | FeedStep]
         ],
     ) -> None: ...
     def run(
@@ -2768,22 +2769,28 @@ class DeltaMixer:
             out: Of the result.
         """
 
-class GatedMlp:
-    """``down(activation(gate(x)) * up(x))`` for a few tokens, rounded to its type after each step.
+class Mlp:
+    """``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``, for a few tokens, rounded to its
+    type after each step.
 
     Args:
         type: As for :class:`RmsNorm`.
-        gate: The product that is activated.
-        up: The product that it multiplies.
+        gate: The product that is activated; ``None``: there is none.
+        up: The product that it multiplies, or that is activated.
         down: The last product.
-        activation: ``silu`` or ``gelu_tanh``.
+        activation: ``silu`` or ``gelu_tanh``; without a gate ``relu2``.
 
     Raises:
         ValueError: The products do not fit together, or there is no such activation.
     """
 
     def __init__(
-        self, type: str, gate: DenseProduct, up: DenseProduct, down: DenseProduct, activation: str = "silu"
+        self,
+        type: str,
+        gate: DenseProduct | None,
+        up: DenseProduct,
+        down: DenseProduct,
+        activation: str = "silu",
     ) -> None: ...
     def __call__(self, x: int, tokens: int, out: int) -> None:
         """Compute tokens, each as it would be alone.
@@ -2809,6 +2816,7 @@ class FeedStep:
             result, of the routed experts' and of the sum of both; and the address of one element that
             multiplies the layer's result.
         routed_scale: With a shared expert: factor of the routed experts' result.
+        ends: The layer ends with its mixer, and has none of these; ``after`` is any norm of its width.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2818,10 +2826,11 @@ class FeedStep:
         self,
         after: RmsNorm,
         routing: Routing | None,
-        shared: GatedMlp | None,
+        shared: Mlp | None,
         gate: DenseProduct | None,
         norms: tuple[RmsNorm, RmsNorm, RmsNorm, RmsNorm, int] | None = None,
         routed_scale: float = 1.0,
+        ends: bool = False,
     ) -> None: ...
     def add(self, x: int, shared: int, residual: int, tokens: int) -> None:
         """Add ``x``, the routed experts' result as float32 [tokens, hidden], rounded to the element type, to
@@ -2916,6 +2925,16 @@ class LayerStep:
         normed: int,
     ) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
+
+    def mix(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+    ) -> None:
+        """Compute as :meth:`route` a step that ends with its mixer; ``residual`` is its result."""
 
     def measure(self, on: bool) -> None:
         """Begin to add up the times of the parts, from 0, or end it."""
@@ -3055,25 +3074,25 @@ class LatentStep:
     ) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
 
+    def mix(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        places: Sequence[tuple[int, int, int, int, int, bool]],
+        residual: int,
+    ) -> None:
+        """Compute as :meth:`route` a step that ends with its mixer; ``residual`` is its result."""
+
     def measure(self, on: bool) -> None:
         """As of :class:`LayerStep`."""
 
     def seconds(self) -> dict[str, float]:
         """As of :class:`LayerStep`."""
 
-class DeltaStep:
-    """As :class:`LayerStep`, of a layer with linear attention by the gated delta rule.
+class _StateStep:
+    """As :class:`LayerStep`, of a layer whose mixer keeps states."""
 
-    Args:
-        before: Norm of the hidden state.
-        mixer: Linear attention.
-        feed: What follows it.
-
-    Raises:
-        ValueError: The parts do not fit together.
-    """
-
-    def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep) -> None: ...
     def route(
         self,
         hidden: int,
@@ -3088,7 +3107,7 @@ class DeltaStep:
 
         Args:
             hidden: [tokens, hidden].
-            states: Of each token, ``before`` and ``state`` of :meth:`GatedDelta.__call__`.
+            states: Of each token, ``before`` and ``state`` of the mixer's ``__call__``.
             residual: As there, as all that follow.
             x: See there.
             index: See there.
@@ -3099,11 +3118,42 @@ class DeltaStep:
     def normalise(self, hidden: int, states: Sequence[tuple[int, int]], residual: int, normed: int) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
 
+    def mix(self, hidden: int, states: Sequence[tuple[int, int]], residual: int) -> None:
+        """Compute as :meth:`route` a step that ends with its mixer; ``residual`` is its result."""
+
     def measure(self, on: bool) -> None:
         """As of :class:`LayerStep`."""
 
     def seconds(self) -> dict[str, float]:
         """As of :class:`LayerStep`."""
+
+class DeltaStep(_StateStep):
+    """A step of a layer with linear attention by the gated delta rule.
+
+    Args:
+        before: Norm of the hidden state.
+        mixer: Linear attention.
+        feed: What follows it.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep) -> None: ...
+
+class MambaStep(_StateStep):
+    """A step of a layer with a Mamba-2 mixer.
+
+    Args:
+        before: Norm of the hidden state.
+        mixer: The mixer.
+        feed: What follows it.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(self, before: RmsNorm, mixer: MambaMixer, feed: FeedStep) -> None: ...
 
 class ShortConvMixer:
     """A gated short convolution with its projections, for one token; see
@@ -3142,8 +3192,8 @@ class ShortConvMixer:
             out: Of the result.
         """
 
-class ShortConvStep:
-    """As :class:`LayerStep`, of a layer with a gated short convolution.
+class ShortConvStep(_StateStep):
+    """A step of a layer with a gated short convolution, whose ``state`` is 0.
 
     Args:
         before: Norm of the hidden state.
@@ -3155,10 +3205,22 @@ class ShortConvStep:
     """
 
     def __init__(self, before: RmsNorm, mixer: ShortConvMixer, feed: FeedStep) -> None: ...
+
+class FeedLayer:
+    """A step of a layer that has no mixer.
+
+    Args:
+        feed: All that the layer has.
+
+    Raises:
+        ValueError: That is nothing.
+    """
+
+    def __init__(self, feed: FeedStep) -> None: ...
     def route(
         self,
         hidden: int,
-        states: Sequence[tuple[int, int]],
+        places: Sequence[object],
         residual: int,
         x: int,
         index: int,
@@ -3169,7 +3231,7 @@ class ShortConvStep:
 
         Args:
             hidden: [tokens, hidden].
-            states: Of each token, ``before`` of :meth:`ShortConvMixer.__call__` and 0.
+            places: One object for each token; what it is does not matter.
             residual: As there, as all that follow.
             x: See there.
             index: See there.
@@ -3177,7 +3239,7 @@ class ShortConvStep:
             shared: See there.
         """
 
-    def normalise(self, hidden: int, states: Sequence[tuple[int, int]], residual: int, normed: int) -> None:
+    def normalise(self, hidden: int, places: Sequence[object], residual: int, normed: int) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [tokens, hidden]."""
 
     def measure(self, on: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moechat.models.decode.shared_expert import GatedMlp, SharedBlock
+from moechat.models.decode.shared_expert import Mlp, SharedBlock
 from moechat.offload.kernels import layer_steps
 from moechat.offload.kernels.steps import served
 from moechat.offload.known_router import KnownRouter
@@ -34,7 +34,7 @@ class FusedBlock:
     router: KnownRouter
 
 
-def mlp_forward(module: nn.Module, mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor]:
+def mlp_forward(module: nn.Module, mlp: Mlp) -> Callable[[torch.Tensor], torch.Tensor]:
     """A ``forward`` for a gated feed-forward part: by the kernels, where they serve the inputs."""
     own, hooks = module.forward, mlp.hooks()
 
@@ -69,7 +69,7 @@ def _row(x: torch.Tensor) -> torch.Tensor | None:
     return x.view(1, -1)
 
 
-def _activates(mlp: GatedMlp, row: torch.Tensor) -> bool:
+def _activates(mlp: Mlp, row: torch.Tensor) -> bool:
     """Whether the kernels compute all of a part: first both products in one launch, then the last one, which
     activates what it reads.
     """
@@ -81,7 +81,7 @@ def _activates(mlp: GatedMlp, row: torch.Tensor) -> bool:
     )
 
 
-def _down(mlp: GatedMlp, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _down(mlp: Mlp, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The result of a part whose first products are there; REQUIRES: :func:`_activates`."""
     (gate, up), output = inputs, mlp.output
     (made,) = layer_steps.products(gate, [output.weight], [output.bias], gate.dtype, factors=up)
@@ -111,7 +111,7 @@ def _computed(fused: FusedBlock, row: torch.Tensor, *, experts: bool = True) -> 
 
 
 def first_launches(
-    blocks: Collection[FusedBlock], mlps: Iterable[GatedMlp], dtype: torch.dtype, device: torch.device
+    blocks: Collection[FusedBlock], mlps: Iterable[Mlp], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], None]]:
     """Launches of every kernel of some parts, of a kind each, so that they are built; without the experts.
 
@@ -132,13 +132,13 @@ def first_launches(
     return list(kinds.values())
 
 
-def _kind(mlp: GatedMlp) -> tuple[Any, ...]:
+def _kind(mlp: Mlp) -> tuple[Any, ...]:
     """Sizes and forms of its weights, which have kernels of their own."""
     gate, up = mlp.inputs
     return gate.in_features, gate.out_features, type(gate), type(up), type(mlp.output)
 
 
-def _launch_mlp(mlp: GatedMlp, like: torch.Tensor) -> None:
+def _launch_mlp(mlp: Mlp, like: torch.Tensor) -> None:
     row = like.new_zeros((1, mlp.inputs[0].in_features))
     if served(row, row) and _activates(mlp, row):
         _down(mlp, layer_steps.projected(row, mlp.inputs))

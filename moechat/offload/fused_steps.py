@@ -28,7 +28,7 @@ from moechat.models.decode.rotary import (
     with_rotary,
 )
 from moechat.models.decode.routers import Rule, recognise_router
-from moechat.models.decode.shared_expert import GatedMlp, recognise_mlps, recognise_shared_blocks
+from moechat.models.decode.shared_expert import Mlp, recognise_mlps, recognise_shared_blocks
 from moechat.offload.fused_delta import delta_forward, recognise_deltas
 from moechat.offload.fused_feed import FusedBlock, block_forward, mlp_forward
 from moechat.offload.fused_layers import (
@@ -56,7 +56,7 @@ class FusedSteps:
     layers: dict[nn.Module, FusedLayer] = field(default_factory=dict)
     deltas: dict[nn.Module, GatedDelta] = field(default_factory=dict)
     blocks: dict[nn.Module, FusedBlock] = field(default_factory=dict)
-    mlps: dict[nn.Module, GatedMlp] = field(default_factory=dict)
+    mlps: dict[nn.Module, Mlp] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

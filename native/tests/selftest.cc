@@ -358,7 +358,8 @@ struct SharedFeed {
     step.routing.experts = kExperts;
     step.routing.hidden = width;
     step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, false, 1.0f, ElementType::kFloat32};
-    step.shared = {ElementType::kFloat32, product_of(gate), product_of(up), product_of(down)};
+    step.shared = {ElementType::kFloat32, true, product_of(gate), product_of(up), product_of(down),
+                   Activation::kSilu};
     step.gate = product_of(shared_gate);
   }
 };
@@ -685,7 +686,7 @@ struct ConvLayer {
   }
 };
 
-// Layers with a Mamba-2 mixer, whose tokens are computed one after the other, before the same router.
+// Layers with a Mamba-2 mixer.
 struct MambaLayer {
   static constexpr std::int64_t kHidden = 70, kHeads = 4, kDim = 6, kGroups = 2, kState = 21, kTaps = 4;
   static constexpr std::int64_t kInner = kHeads * kDim, kChannels = kInner + 2 * kGroups * kState;
@@ -700,39 +701,98 @@ struct MambaLayer {
   Packed input{generator, kInner + kChannels + kHeads, kHidden, 8}, output{generator, kHidden, kInner, 8};
   std::vector<float> taps = random_values(generator, kChannels* kTaps);
   std::vector<float> biases = random_values(generator, kChannels), heads = random_values(generator, kHeads);
-  std::vector<float> norm = random_values(generator, kInner);
+  std::vector<float> norm = random_values(generator, kInner), before = random_values(generator, kHidden);
   SharedFeed feed{generator, kHidden};
-  MambaMixer mixer{};
+  StateStep<MambaMixer> task{};
 
   MambaLayer() {
-    MambaTask& task = mixer.task;
-    task.type = ElementType::kFloat32;
-    task.heads = kHeads;
-    task.head_dim = kDim;
-    task.groups = kGroups;
-    task.state_size = kState;
-    task.taps = kTaps;
-    task.norm_group = kInner / kGroups;
-    task.eps = 1e-5f;
-    task.weights = taps.data();
-    task.conv_biases = biases.data();
-    task.log_rates = task.step_biases = task.skips = heads.data();
-    task.norm = norm.data();
-    mixer.input = product_of(input);
-    mixer.output = product_of(output);
-    check_mamba_mixer(mixer);
+    MambaTask& mamba = task.mixer.task;
+    mamba.type = ElementType::kFloat32;
+    mamba.heads = kHeads;
+    mamba.head_dim = kDim;
+    mamba.groups = kGroups;
+    mamba.state_size = kState;
+    mamba.taps = kTaps;
+    mamba.norm_group = kInner / kGroups;
+    mamba.eps = 1e-5f;
+    mamba.weights = taps.data();
+    mamba.conv_biases = biases.data();
+    mamba.log_rates = mamba.step_biases = mamba.skips = heads.data();
+    mamba.norm = norm.data();
+    task.before = norm_of(before);
+    task.mixer.input = product_of(input);
+    task.mixer.output = product_of(output);
+    task.feed = feed.step;
+    check_state_step(task);
   }
   void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {
-    for (std::size_t t = 0; t < running.size(); ++t) {
-      mamba_mixer(mixer, hidden.data() + t * kHidden, running[t]->before.data(), running[t]->state.data(),
-                  fed.residual.data() + t * kHidden);
-    }
-    StepClock clock(nullptr);
-    FeedRows rows = fed.rows();
-    rows.residual = fed.residual.data();
-    feed_step(feed.step, fed.tokens, rows, clock);
+    std::vector<MixerStates> states;
+    for (Sequence* one : running) states.push_back({one->before.data(), one->state.data()});
+    state_step(task, {fed.tokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
   }
 };
+
+// Prompts in memory of exact size, with the results of their tokens one by one.
+void prompts_of_states() {
+  const MambaLayer layer;
+  for (const std::int64_t tokens : {2, 33, 70}) {
+    std::mt19937 generator{18};
+    const MambaTask& kind = layer.task.mixer.task;
+    const std::vector<float> rows = random_values(generator, tokens * mamba_cols(kind));
+    std::vector<float> out[2], state[2], before[2];
+    for (int alone = 0; alone < 2; ++alone) {
+      out[alone].resize(static_cast<std::size_t>(tokens * MambaLayer::kInner));
+      before[alone].resize(MambaLayer::kChannels * MambaLayer::kTaps, 0.5f);
+      state[alone].resize(MambaLayer::kInner * MambaLayer::kState, 0.25f);
+      MambaTask task = kind;
+      task.before = before[alone].data();
+      task.state = state[alone].data();
+      task.tokens = alone == 0 ? tokens : 1;
+      for (std::int64_t t = 0; t < tokens; t += task.tokens) {
+        task.row = rows.data() + t * mamba_cols(kind);
+        task.out = out[alone].data() + t * MambaLayer::kInner;
+        mamba(task);
+      }
+    }
+    EXPECT(out[0] == out[1] && state[0] == state[1] && before[0] == before[1]);
+  }
+  const DeltaLayer linear;
+  for (const std::int64_t tokens : {2, 33, 70}) {
+    std::mt19937 generator{19};
+    const DeltaTask& kind = linear.task.mixer.task;
+    std::vector<float> rows[4];
+    std::int64_t cols[4];
+    for (std::size_t i = 0; i < 4; ++i) {
+      cols[i] = linear.task.mixer.inputs[i].rows;
+      rows[i] = random_values(generator, tokens * cols[i]);
+    }
+    const std::int64_t heads = kind.k_heads * kind.group, made = heads * kind.v_dim;
+    const std::int64_t channels = 2 * kind.k_heads * kind.k_dim + made;
+    std::vector<float> out[2], state[2], before[2];
+    for (int alone = 0; alone < 2; ++alone) {
+      out[alone].resize(static_cast<std::size_t>(tokens * made));
+      before[alone].resize(static_cast<std::size_t>(channels * kind.taps), 0.5f);
+      state[alone].resize(static_cast<std::size_t>(made * kind.k_dim), 0.25f);
+      DeltaTask task = kind;
+      task.before = before[alone].data();
+      task.state = state[alone].data();
+      task.tokens = alone == 0 ? tokens : 1;
+      task.mixed_cols = cols[0];
+      task.gate_cols = cols[1];
+      task.beta_cols = cols[2];
+      task.decay_cols = cols[3];
+      for (std::int64_t t = 0; t < tokens; t += task.tokens) {
+        task.mixed = rows[0].data() + t * cols[0];
+        task.gate_row = rows[1].data() + t * cols[1];
+        task.beta_row = rows[2].data() + t * cols[2];
+        task.decay_row = rows[3].data() + t * cols[3];
+        task.out = out[alone].data() + t * made;
+        delta(task);
+      }
+    }
+    EXPECT(out[0] == out[1] && state[0] == state[1] && before[0] == before[1]);
+  }
+}
 
 void steps_of_layers() {
   AttentionLayer attention;
@@ -760,14 +820,14 @@ void steps_of_layers() {
   latent6.task.attention.value_dim = 8;
   latent6.task.attention.plain = 40;
   delta.task.mixer.output.cols -= 1;
-  mamba.mixer.input.rows -= 1;
+  mamba.task.mixer.input.rows -= 1;
   expect_refused([&] { check_layer_step(attention.task); });
   expect_refused([&] { check_layer_step(surrounded.task); });
   expect_refused([&] { check_state_step(conv.task); });
   expect_refused([&] { check_latent_step(latent.task); });
   expect_refused([&] { check_latents(latent6.task.attention); });
   expect_refused([&] { check_state_step(delta.task); });
-  expect_refused([&] { check_mamba_mixer(mamba.mixer); });
+  expect_refused([&] { check_state_step(mamba.task); });
 }
 
 void callers_at_once() {
@@ -1008,6 +1068,7 @@ int main() {
   moechat::tokens_together_or_alone();
   moechat::packed_matrices();
   moechat::steps_of_layers();
+  moechat::prompts_of_states();
   moechat::exceptions_are_rethrown_to_the_caller();
   moechat::callers_at_once();
   moechat::every_part_runs_once();

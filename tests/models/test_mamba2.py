@@ -23,7 +23,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 import moechat
 from moechat import _native
-from moechat.models.decode.mamba2 import Mamba2, agrees, native_mamba2, recognise_mamba2, reference
+from moechat.models.decode.mamba2 import Mamba2, agrees, recognise_mamba2, reference
+from moechat.models.decode.native_mamba2 import native_mamba2
 from moechat.models.decode.probe import close
 from moechat.models.linear import StoredLinear
 from moechat.models.state_layer import StateLayer
@@ -149,7 +150,7 @@ def test_the_native_mixer_computes_the_reference(sizes: Any, dtype: torch.dtype)
 @torch.inference_mode()
 def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(sizes: Any, dtype: torch.dtype) -> None:
     mamba = mixer_of(*sizes, dtype=dtype)
-    run = native_mamba2(mamba).__dict__["run"]  # the projections of several tokens round in another way
+    run = native_mamba2(mamba).__dict__["mixer"]  # the projections of several tokens round in another way
     for tokens in (2, 16, 65):
         rows = mamba.projections[0](prompt_of(mamba, tokens))
         outs, states = [], []
@@ -306,7 +307,6 @@ def test_a_decoded_token_is_that_of_the_family_s_code(
         logits(engine)
         assert len(heard) == 1 + len(TOKENS), "hooks inside of a mixer are called"
         hook.remove()
-        for name in native.mambas:
-            del vars(engine.loaded.model.get_submodule(name))["forward"]
+        native.undo()
         wanted = logits(engine)
     assert (found - wanted).abs().max() < (3e-5 if dtype == "float32" else 3e-2) * wanted.abs().max()

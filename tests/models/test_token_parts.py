@@ -155,9 +155,9 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
         [stored(torch.randn(32, 64)), stored(torch.randn(48, 64)), stored(torch.randn(64, 32))]
     )
     with pytest.raises(ValueError, match="gate and up"):
-        _native.GatedMlp("bfloat16", *wide)
+        _native.Mlp("bfloat16", *wide)
     with pytest.raises(ValueError, match="up and down"):
-        _native.GatedMlp("bfloat16", wide[1], wide[1], wide[2])
+        _native.Mlp("bfloat16", wide[1], wide[1], wide[2])
     for name, value, why in (
         ("k_heads", 0, "at least 1"),
         ("v_dim", 24, "multiple of 16"),

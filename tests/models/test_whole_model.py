@@ -29,11 +29,12 @@ HEADS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
 LATENT: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "glm4_moe_lite": {"q_lora_rank": None}}
 # Norms around all parts and angles of each type of layer, as part of a model that also takes pictures, whose
 # values may be its keys; short convolutions; routers that take a correction; functions inside of the model's
-# code; models that also take pictures; gates with a projection of their own.
+# code; models that also take pictures; gates with a projection of their own; layers of one part only.
 TYPED: dict[str, dict[str, Any]] = {
     "gemma4": {"attention_k_eq_v": True, "final_logit_softcapping": 5.0},
     "gemma4_text": {},
     **{name: {} for name in ("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe", "laguna")},
+    "nemotron_h": {},
 }
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT, *TYPED]

@@ -49,7 +49,7 @@ class Layer:
             gate, up, down = (
                 self.product(kind, *shape)[0] for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
             )
-            self.shared = (_native.GatedMlp("float32", gate, up, down),)
+            self.shared = (_native.Mlp("float32", gate, up, down),)
             self.gate = self.product("rows16", 1, HIDDEN)
 
     def step(self, *, routes: bool) -> _native.LayerStep:
@@ -242,9 +242,9 @@ def test_a_shared_expert_of_another_size_is_refused() -> None:
             _native.FeedStep(layer.norms[1], routing, shared, gate)
 
 
-def narrow_mlp(layer: Layer) -> _native.GatedMlp:
+def narrow_mlp(layer: Layer) -> _native.Mlp:
     shapes = ((INNER, HIDDEN // 2), (INNER, HIDDEN // 2), (HIDDEN, INNER))
-    return _native.GatedMlp("float32", *(layer.product("rows16", *shape)[0] for shape in shapes))
+    return _native.Mlp("float32", *(layer.product("rows16", *shape)[0] for shape in shapes))
 
 
 def test_the_wrong_half_of_a_step_is_refused() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moechat.models.decode.angles import takes_layer_types
-from moechat.models.decode.native_step import NativeStep
-from moechat.models.decode.wiring import rotary_and_norm
+from moechat.models.decode.native_step import NO_ANGLES, NativeStep
+from moechat.models.decode.wiring import ends_of, widens_logits
 from moechat.models.skeleton import base_of
 
 # How configurations of models that also take pictures or sound name the ids that stand for these.
@@ -31,10 +31,10 @@ class ModelEnds:
 
     def __init__(self, model: Any, steps: Sequence[NativeStep]) -> None:
         base, config = base_of(model), model.config.get_text_config()
-        self._rotary, self._norm = rotary_and_norm(base)
-        self._embed, self._head = base.embed_tokens, model.lm_head
+        self._embed, self._rotary, self._norm = ends_of(base)
+        self._head, self._widens = model.lm_head, widens_logits(model)
         # Of each layer, what the rotary module takes beside positions.
-        types = takes_layer_types(self._rotary)
+        types = self._rotary is not None and takes_layer_types(self._rotary)
         self._kinds: list[tuple[Any, ...]] = [
             (config.layer_types[number],) if types else () for number in range(len(steps))
         ]
@@ -53,7 +53,7 @@ class ModelEnds:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Those that are called."""
-        return self._embed, self._rotary, self._norm, self._head
+        return tuple(each for each in (self._embed, self._rotary, self._norm, self._head) if each is not None)
 
     def draw(self, generator: torch.Generator, *sizes: int) -> torch.Tensor:
         """Random ids of texts."""
@@ -68,6 +68,8 @@ class ModelEnds:
 
     def angles(self, hidden: torch.Tensor, position: int) -> list[Any]:
         """What the rotary module gives each layer for a token at a position: cosines and sines."""
+        if self._rotary is None:
+            return [NO_ANGLES] * len(self._kinds)
         at = torch.tensor([[position]])
         found = {kind: self._rotary(hidden, at, *kind) for kind in set(self._kinds)}
         return [found[kind] for kind in self._kinds]
@@ -81,4 +83,4 @@ class ModelEnds:
         logits: torch.Tensor = self._head(self._norm(hidden))
         if self._soft_cap is not None:  # rounded as the family's code rounds
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
-        return logits
+        return logits.float() if self._widens else logits

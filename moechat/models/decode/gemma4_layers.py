@@ -87,7 +87,7 @@ def gemma4_step(layer: Any) -> NativeStep | None:
     value_norm = getattr(vars(attention.v_norm).get("forward"), "__dict__", {}).get("part")
     if not all(isinstance(norm, _native.RmsNorm) for norm in (*norms.values(), *head_norms)):
         return None
-    if products is None or value_norm is None or not isinstance(shared, _native.GatedMlp):
+    if products is None or value_norm is None or not isinstance(shared, _native.Mlp):
         return None
     if dtype not in ELEMENTS or scale.dtype is not dtype or not scale.is_cpu:
         return None

@@ -16,6 +16,7 @@ from moechat.models.decode.angles import angles_of_layers, recognise_angles
 from moechat.models.decode.channel_delta import native_channel_delta, recognise_channel_deltas
 from moechat.models.decode.gated_delta import recognise_gated_deltas
 from moechat.models.decode.gemma4_layers import gemma4_step
+from moechat.models.decode.half_layers import half_step
 from moechat.models.decode.hyper_connection import native_hyper_connection, recognise_hyper_connections
 from moechat.models.decode.known_layers import recognise_known_layers
 from moechat.models.decode.latent import LATENT, Latent, latent_projections, recognise_latent
@@ -23,8 +24,9 @@ from moechat.models.decode.latent_layers import latent_step
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.layers import attention_step
-from moechat.models.decode.mamba2 import native_mamba2, recognise_mamba2
+from moechat.models.decode.mamba2 import recognise_mamba2
 from moechat.models.decode.native_delta import delta_mixer, native_delta
+from moechat.models.decode.native_mamba2 import mamba_mixer, native_mamba2
 from moechat.models.decode.native_mlp import native_mlp
 from moechat.models.decode.norms import (
     Norm,
@@ -42,7 +44,7 @@ from moechat.models.decode.short_conv import native_short_conv, recognise_short_
 from moechat.models.decode.state_steps import StateMixer, state_step
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.whole import recognise_model
-from moechat.models.decode.wiring import ATTENTION, LINEAR_ATTENTION, SHORT_CONV
+from moechat.models.decode.wiring import ATTENTION, LINEAR_ATTENTION, MAMBA, SHORT_CONV
 
 _MISSING = object()
 
@@ -142,7 +144,7 @@ def install_native_modules(model: Any) -> NativeModules:
     deltas = recognise_gated_deltas(model)
     channel_deltas = recognise_channel_deltas(model)
     mixings = recognise_hyper_connections(model, bare_norms)
-    mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH))
+    mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH, Activation.RELU2))
     mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
     blocks = recognise_shared_blocks(model, mlps, rules, scaled=True)
@@ -205,6 +207,7 @@ def install_native_modules(model: Any) -> NativeModules:
     mixers = {
         LINEAR_ATTENTION: {module: delta_mixer(delta) for module, delta in deltas.items()},
         SHORT_CONV: {module: short_conv_mixer(short) for module, short in convolutions.items()},
+        MAMBA: {module: mamba_mixer(mamba) for module, mamba in mambas.items()},
     }
     _install_layers(done, model, names, known, mixers, blocks, neighbours, counts)
     return done
@@ -232,6 +235,8 @@ def _install_layers(
                 step = attention_step(module, angles, blocks)
                 step = step or latent_step(module, angles, blocks, neighbours)
             step = step or gemma4_step(module)
+        elif done.attention:
+            step = half_step(module, mixers[MAMBA], blocks)
         if step is None:
             continue
         forward = step.forward(module)

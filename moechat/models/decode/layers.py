@@ -15,6 +15,7 @@ from torch import nn
 from moechat import _native
 from moechat.models.decode.native_step import (
     SLOTS,
+    Feed,
     NativeStep,
     decode_at_places,
     first_keys,
@@ -27,7 +28,7 @@ from moechat.models.decode.native_step import (
 from moechat.models.decode.products import native_products
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import recognise_wiring
+from moechat.models.decode.wiring import Wiring, recognise_wiring
 from moechat.models.element_types import ELEMENTS
 
 
@@ -44,8 +45,27 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     wiring = recognise_wiring(layer, is_native_router)
     if wiring is None or not wiring.plain_attention():
         return None
-    attention, before = wiring.attention, native_part(wiring.before)
+    attention = wiring.attention
     width = rotation_width(vars(attention).get("forward"), getattr(attention, "head_dim", 0), angles)
+    if not width:
+        return None
+    try:
+        feed = native_feed(wiring, blocks.get(wiring.mlp))
+    except ValueError:  # the shapes of the parts do not match
+        return None
+    return None if feed is None else step_with_attention(wiring, feed, angles, width)
+
+
+def step_with_attention(wiring: Wiring, feed: Feed, angles: int, width: int) -> NativeStep | None:
+    """The native step of a layer with these parts; ``None`` if one is not native, or they do not fit.
+
+    Args:
+        wiring: Of the layer.
+        feed: What follows its attention.
+        angles: Number of rotary angles per token; 0: it does not rotate.
+        width: Elements of a head that are rotated.
+    """
+    attention, before = wiring.attention, native_part(wiring.before)
     products = native_products(getattr(attention, name, None) for name in wiring.projections)
     norms = [getattr(attention, name, None) for name in wiring.head_norms]
     head_norms = [native_part(norm) for norm in norms]
@@ -53,7 +73,7 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     assert isinstance(weight, torch.Tensor)
     dtype, hidden_size = weight.dtype, weight.shape[0]
     scaling = getattr(attention, "scaling", None)
-    if not width or not isinstance(before, _native.RmsNorm):
+    if not isinstance(before, _native.RmsNorm):
         return None
     if products is None or dtype not in ELEMENTS or type(scaling) is not float:
         return None
@@ -79,9 +99,6 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
             return None
         gate = own[0], wiring.softplus
     try:
-        feed = native_feed(wiring, blocks.get(wiring.mlp))
-        if feed is None:
-            return None
         run = _native.LayerStep(
             kind,
             before,

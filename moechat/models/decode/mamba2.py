@@ -1,4 +1,4 @@
-"""Mamba-2 mixers, recognised by their results, and natively on the CPU (Nemotron-H, Granite).
+"""Mamba-2 mixers, recognised by their results (Nemotron-H, Granite).
 
 For each element of a head with a state ``h`` ``[state_size]``, a token computes (Dao and Gu,
 arXiv:2405.21060, section 6)::
@@ -11,7 +11,7 @@ gates' silu, in groups. In transformers a prompt's steps are limited, those of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,9 @@ from torch import nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-from moechat import _native
 from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
-from moechat.models.decode.products import is_sequence, native_products
 from moechat.models.decode.stand_ins import random_projections
-from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer, begun_states, token_states
 
@@ -96,17 +93,22 @@ class Mamba2:
         state_size]``, float32; ``None``: before the first token, or of another shape.
         """
         layers = getattr(cache, "layers", ())
-        return token_states(layers[self.index], *self._shapes) if self.index < len(layers) else None
+        return self.states_in(layers[self.index]) if self.index < len(layers) else None
+
+    def states_in(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`states_of`, of the layer of a cache."""
+        return token_states(layer, *self.shapes)
 
     def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`; before the first token the cache gets states of zeros."""
         layers = getattr(cache, "layers", ())
         if self.index >= len(layers):
             return None
-        return begun_states(layers[self.index], *self._shapes, self.mixer.conv1d.weight.dtype)
+        return begun_states(layers[self.index], *self.shapes, self.mixer.conv1d.weight.dtype)
 
     @property
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of both states."""
         return (1, self.channels, self.taps), (1, self.heads, self.head_dim, self.state_size)
 
 
@@ -270,66 +272,3 @@ def _biased(mixer: nn.Module, bias: float) -> Iterator[None]:
         yield
     finally:
         mixer._parameters["dt_bias"] = own
-
-
-def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:
-    """A ``forward`` for ``mamba.mixer``; ``None`` if native code does not read its projections."""
-    products, weights, bias = native_products(mamba.projections), mamba.parameters(), mamba.mixer.conv1d.bias
-    if products is None:
-        return None
-    taps, log_rates, step_biases, skips, norm = weights
-    dtype, hidden_size, inner = taps.dtype, mamba.projections[0].in_features, mamba.inner
-    try:
-        run = _native.MambaMixer(
-            ELEMENTS[dtype],
-            mamba.heads,
-            mamba.head_dim,
-            mamba.groups,
-            mamba.state_size,
-            mamba.taps,
-            mamba.norm_group,
-            mamba.eps,
-            taps.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            log_rates.data_ptr(),
-            step_biases.data_ptr(),
-            skips.data_ptr(),
-            norm.data_ptr(),
-            *products,
-        )
-    except ValueError:
-        return None
-    own, hooks, states_of, begun_in = mamba.mixer.forward, mamba.hooks(), mamba.states_of, mamba.begun_in
-    (first, last), limits = mamba.projections, mamba.limits
-
-    def forward(
-        hidden_states: torch.Tensor,
-        cache_params: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **named: Any,
-    ) -> Any:
-        states, many = None, False
-        if (
-            is_sequence(hidden_states, hidden_size, dtype)
-            and attention_mask is None
-            and not any(hooks)
-            and only_known_arguments(named)
-        ):
-            found = states_of(cache_params)
-            many = found is None or hidden_states.shape[1] > 1
-            states = begun_in(cache_params) if found is None else found
-        if states is None or states[0].dtype is not dtype:
-            return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        before, state = (each.data_ptr() for each in states)
-        if not many:
-            out = torch.empty_like(hidden_states)
-            run(hidden_states.data_ptr(), before, state, out.data_ptr())
-            return out
-        tokens, rows = hidden_states.shape[1], first(hidden_states).contiguous()
-        made = torch.empty((1, tokens, inner), dtype=dtype)
-        run.many(tokens, rows.data_ptr(), before, state, made.data_ptr(), limits)
-        return last(made)
-
-    forward.__dict__["weights"] = (weights, bias)  # keeps the memory alive that ``run`` reads
-    forward.__dict__["run"] = run
-    return forward

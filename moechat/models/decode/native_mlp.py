@@ -1,4 +1,4 @@
-"""A native ``forward`` for gated feed-forward parts, for a few tokens on the CPU.
+"""A native ``forward`` for feed-forward parts, for a few tokens on the CPU.
 
 The tokens of several conversations that are computed together have the bits of each alone: all of them take
 this path.
@@ -12,19 +12,19 @@ import torch
 
 from moechat import _native
 from moechat.models.decode.products import native_products
-from moechat.models.decode.shared_expert import GatedMlp
+from moechat.models.decode.shared_expert import Mlp
 from moechat.models.element_types import ELEMENTS
 
 
-def native_mlp(mlp: GatedMlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def native_mlp(mlp: Mlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A ``forward`` for ``mlp.module``; ``None`` if native code does not read its weights."""
     products = native_products([*mlp.inputs, mlp.output])
     dtype = getattr(mlp.output, "dtype", None)
     if products is None or dtype not in ELEMENTS:
         return None
     try:
-        gate, up, down = products
-        run = _native.GatedMlp(ELEMENTS[dtype], gate, up, down, mlp.activation)
+        *gate, up, down = products
+        run = _native.Mlp(ELEMENTS[dtype], gate[0] if gate else None, up, down, mlp.activation)
     except ValueError:  # the sizes of the projections do not match
         return None
     own, hooks = mlp.module.forward, mlp.hooks()

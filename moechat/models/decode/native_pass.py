@@ -17,6 +17,8 @@ from moechat.models.decode.native_step import NativeStep, native_part
 from moechat.models.decode.probe import hooks_of
 from moechat.models.skeleton import EXPERTS_RUNNER
 
+_Rest = _native.ResidentExperts | _native.Mlp | _native.FeedStep
+
 
 @dataclass(frozen=True)
 class _Segment:
@@ -41,7 +43,7 @@ class NativePass:
     def __init__(self, steps: Sequence[NativeStep]) -> None:
         self._steps = list(steps)
         self._experts: list[Any] = [step.feed.experts for step in steps]
-        mlps = [step.feed.mlp for step in steps if step.feed.experts is None]
+        mlps = [step.feed.mlp for step in steps if step.feed.experts is None and not step.feed.ends]
         self._hooks = hooks_of(module for mlp in mlps for module in mlp.modules())
         self._runners: list[Any] | None = None
         self._segments: list[_Segment] = []
@@ -118,7 +120,11 @@ class NativePass:
             first = end
 
 
-def _native_rest(step: NativeStep, runner: Any) -> _native.ResidentExperts | _native.GatedMlp | None:
-    """What is native of a layer behind its step, whose experts ``runner`` runs, if it has any."""
+def _native_rest(step: NativeStep, runner: Any) -> _Rest | None:
+    """What is native of a layer behind its step, whose experts ``runner`` runs, if it has any. If the layer
+    ends with its mixer, its feed step stands for it.
+    """
+    if step.feed.ends:
+        return step.feed.run
     part = native_part(step.feed.mlp) if step.feed.experts is None else getattr(runner, "resident", None)
-    return part if isinstance(part, _native.ResidentExperts | _native.GatedMlp) else None
+    return part if isinstance(part, _native.ResidentExperts | _native.Mlp) else None

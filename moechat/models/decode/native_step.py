@@ -25,7 +25,16 @@ from moechat.models.decode.wiring import Wiring, only_known_arguments
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 Forward = Callable[..., Any]
-_Step = _native.LayerStep | _native.LatentStep | _native.DeltaStep | _native.ShortConvStep
+_Step = (
+    _native.LayerStep
+    | _native.LatentStep
+    | _native.DeltaStep
+    | _native.ShortConvStep
+    | _native.MambaStep
+    | _native.FeedLayer
+)
+# Cosines and sines of a model without rotary angles.
+NO_ANGLES = torch.empty(1, 1, 0), torch.empty(1, 1, 0)
 # Types of the layers of caches with keys and values.
 SLOTS = (ReservedLayer, WindowLayer)
 # (hidden states [1, tokens, hidden], layer of each token's cache, cosines, sines) -> hidden states.
@@ -65,6 +74,7 @@ class Feed:
         shared: It has a shared expert.
         exact: ``run`` gives the bits of the modules.
         bypassed: Modules that are not called, beside those of the wiring.
+        ends: There is none: the layer ends with its mixer.
     """
 
     run: _native.FeedStep
@@ -74,6 +84,7 @@ class Feed:
     shared: bool
     exact: bool
     bypassed: tuple[nn.Module, ...] = ()
+    ends: bool = False
 
     def finish(
         self,
@@ -82,6 +93,15 @@ class Feed:
         dtype: torch.dtype,
     ) -> Finish:
         """A function that computes a layer with its native step, and then its experts."""
+        if self.ends:
+            assert not isinstance(step, _native.FeedLayer)
+            mix: Callable[..., None] = step.mix
+
+            def mixed(given: tuple[Any, ...], residual: torch.Tensor) -> torch.Tensor:
+                mix(*given, residual.data_ptr())
+                return residual
+
+            return mixed
         # Called once per layer and decoded token; closure variables are faster than attributes.
         route: Callable[..., None] = step.route
         normalise: Callable[..., None] = step.normalise
@@ -135,7 +155,7 @@ def native_feed(wiring: Wiring, block: SharedBlock | None) -> Feed | None:
     if block is not None:
         router, shared = native_part(block.router), native_part(block.shared.module)
         gate = None if block.gate is None else row_product(block.gate)
-        known = isinstance(router, _native.Routing) and isinstance(shared, _native.GatedMlp)
+        known = isinstance(router, _native.Routing) and isinstance(shared, _native.Mlp)
         if known and (gate is not None) == (block.gate is not None):
             run = _native.FeedStep(after, router, shared, gate, None, block.scale)
             # torch's sigmoid rounds in another way.
@@ -144,6 +164,17 @@ def native_feed(wiring: Wiring, block: SharedBlock | None) -> Feed | None:
             return Feed(run, block.block, block.experts, chosen, shared=True, exact=exact, bypassed=bypassed)
     run = _native.FeedStep(after, None, None, None)
     return Feed(run, wiring.mlp, None, 0, shared=False, exact=True)
+
+
+def ended_feed(norm: _native.RmsNorm, mlp: nn.Module) -> Feed:
+    """Of a layer that ends with its mixer.
+
+    Args:
+        norm: Of its inputs.
+        mlp: Stands for what it does not have.
+    """
+    run = _native.FeedStep(norm, None, None, None, ends=True)
+    return Feed(run, mlp, None, 0, shared=False, exact=True, ends=True)
 
 
 def _chosen(router: nn.Module) -> int:
@@ -209,6 +240,8 @@ class NativeStep:
 
     def takes(self, hidden: torch.Tensor, angles: Any) -> bool:
         """Whether hidden states and (cosines, sines) are those of one token, as the step reads them."""
+        if angles is None and not self.angles:
+            angles = NO_ANGLES
         if type(angles) is not tuple or len(angles) != 2:
             return False
         cos, sin = angles
@@ -249,7 +282,7 @@ class NativeStep:
                 and only_known_arguments(named)
                 and takes(hidden_states, angles)
             ):
-                out = decode(hidden_states, (cache.layers[index],), *angles)
+                out = decode(hidden_states, (cache.layers[index],), *(angles or NO_ANGLES))
             return own(hidden_states, *rest, **named) if out is None else out
 
         forward.__dict__["kept"] = self

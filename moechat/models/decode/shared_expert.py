@@ -1,4 +1,4 @@
-"""Gated feed-forward parts, alone and beside routed experts, recognised by their results."""
+"""Feed-forward parts, alone and beside routed experts, recognised by their results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _SCALE = "routed_scaling_factor"
 _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
     Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU2: lambda x: functional.relu(x).square(),
 }
 
 
 @dataclass(frozen=True)
-class GatedMlp:
-    """``down(activation(gate(x)) * up(x))``.
+class Mlp:
+    """``down(activation(gate(x)) * up(x))``; without a gate ``down(activation(up(x)))``.
 
     Attributes:
         module: The module.
@@ -41,9 +42,19 @@ class GatedMlp:
     activation: Activation = Activation.SILU
 
     @property
+    def gated(self) -> bool:
+        """Whether it has a gate."""
+        return _GATE in self.module._modules
+
+    @property
     def inputs(self) -> list[Any]:
         """The projections whose results are multiplied: first the one that is activated."""
-        return [self.module._modules[name] for name in (_GATE, _UP)]
+        return [self.module._modules[name] for name in (_GATE, _UP) if name in self.module._modules]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all projections."""
+        return [name for name in (_GATE, _UP, _DOWN) if name in self.module._modules]
 
     @property
     def output(self) -> Any:
@@ -71,7 +82,7 @@ class SharedBlock:
     block: nn.Module
     router: nn.Module
     experts: nn.Module
-    shared: GatedMlp
+    shared: Mlp
     gate: nn.Module | None
     scale: float = 1.0
 
@@ -84,31 +95,37 @@ class SharedBlock:
 
 def recognise_mlps(
     model: nn.Module, activations: Collection[Activation] = (Activation.SILU,)
-) -> dict[nn.Module, GatedMlp]:
-    """The gated feed-forward parts of a model. One of each kind is tried.
+) -> dict[nn.Module, Mlp]:
+    """The feed-forward parts of a model. One of each kind is tried.
 
     Args:
         model: Its projections may keep their weights anywhere.
-        activations: Of the parts that are wanted: SiLU, or GELU's approximation by tanh.
+        activations: Of the parts that are wanted: of gated ones SiLU, or GELU's approximation by tanh; of
+            others the square of ReLU.
     """
     tried: dict[Any, Activation | None] = {}
-    found: dict[nn.Module, GatedMlp] = {}
+    found: dict[nn.Module, Mlp] = {}
     for module in model.modules():
         if not _may_be_mlp(module):
             continue
         kind = layer_kind(module), _type_of(module)
         if kind not in tried:
-            agreeing = (each for each in activations if _mlp_agrees(GatedMlp(module, each)))
+            seeming = [Mlp(module, each) for each in activations]
+            agreeing = (
+                each.activation
+                for each in seeming
+                if each.gated != (each.activation is Activation.RELU2) and _mlp_agrees(each)
+            )
             tried[kind] = next(agreeing, None)
         activation = tried[kind]
         if activation is not None:
-            found[module] = GatedMlp(module, activation)
+            found[module] = Mlp(module, activation)
     return found
 
 
 def _may_be_mlp(module: Any) -> bool:
     children = dict(module.named_children())
-    projections = [children.get(name) for name in (_GATE, _UP, _DOWN)]
+    projections = [children.get(name) for name in (_UP, _DOWN, *([_GATE] if _GATE in children else []))]
     if set(children) - {_GATE, _UP, _DOWN, *_ACTIVATIONS} or "forward" in vars(module):
         return False
     if not all(hasattr(each, "in_features") and hasattr(each, "out_features") for each in projections):
@@ -125,15 +142,15 @@ def _type_of(module: nn.Module) -> torch.dtype:
     return torch.bfloat16
 
 
-def _mlp_agrees(mlp: GatedMlp) -> bool:
+def _mlp_agrees(mlp: Mlp) -> bool:
     # In float32 too: in 16 bits activations that are alike could not be told apart.
     return all(_mlp_agrees_in(dtype, mlp) for dtype in {_type_of(mlp.module), torch.float32})
 
 
-def _mlp_agrees_in(dtype: torch.dtype, mlp: GatedMlp) -> bool:
+def _mlp_agrees_in(dtype: torch.dtype, mlp: Mlp) -> bool:
     with probing() as generator:
         normal = normal_numbers(generator, dtype)
-        with random_projections(mlp.module, (_GATE, _UP, _DOWN), normal):
+        with random_projections(mlp.module, mlp.names, normal):
             for size in SIZES:
                 x = normal(1, mlp.inputs[0].in_features) * size
                 try:
@@ -145,16 +162,17 @@ def _mlp_agrees_in(dtype: torch.dtype, mlp: GatedMlp) -> bool:
     return True
 
 
-def fed(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor:
-    """What a gated feed-forward part computes, by its projections."""
-    gate, up = (module(x) for module in mlp.inputs)
-    answer: torch.Tensor = mlp.output(_FUNCTIONS[mlp.activation](gate) * up)
+def fed(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    """What a feed-forward part computes, by its projections."""
+    first, *rest = (module(x) for module in mlp.inputs)
+    active = _FUNCTIONS[mlp.activation](first)
+    answer: torch.Tensor = mlp.output(active * rest[0] if rest else active)
     return answer
 
 
 def recognise_shared_blocks(
     model: nn.Module,
-    mlps: Mapping[nn.Module, GatedMlp],
+    mlps: Mapping[nn.Module, Mlp],
     rules: Mapping[nn.Module, Rule],
     *,
     scaled: bool = False,
@@ -189,13 +207,14 @@ def recognise_shared_blocks(
 
 
 def _described(
-    module: nn.Module, mlps: Mapping[nn.Module, GatedMlp], rules: Mapping[nn.Module, Rule]
+    module: nn.Module, mlps: Mapping[nn.Module, Mlp], rules: Mapping[nn.Module, Rule]
 ) -> SharedBlock | None:
     children = list(module.children())
     experts = [child for child in children if is_experts_module(child)]
     routers = [child for child in children if child in rules]
     shared = [child for child in children if child in mlps]
-    rest = [child for child in children if child not in (*experts, *routers, *shared)]
+    known = (*experts, *routers, *shared)
+    rest = [child for child in children if child not in known and type(child) is not nn.Identity]
     if len(experts) != 1 or len(routers) != 1 or len(shared) != 1 or len(rest) > 1:
         return None
     if any(parameter is not None for parameter in module._parameters.values()) or "forward" in vars(module):
@@ -218,7 +237,7 @@ def _block_agrees(block: SharedBlock, rule: Rule) -> bool:
         normal = normal_numbers(generator, _type_of(block.shared.module))
         experts = StandIn(normal(1, width))
         with (
-            random_projections(block.shared.module, (_GATE, _UP, _DOWN), normal),
+            random_projections(block.shared.module, block.shared.names, normal),
             random_projections(block.block, gates, normal),
             experts.in_place_of(block.experts),
         ):

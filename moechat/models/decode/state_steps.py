@@ -1,4 +1,4 @@
-"""Native steps of decoder layers whose mixer has states: linear attention, or a short convolution."""
+"""Native steps of decoder layers whose mixer has states: linear attention, short convolution, Mamba-2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.native_step import (
+    Feed,
     NativeStep,
     Places,
     forwards_of,
@@ -19,7 +20,7 @@ from moechat.models.decode.native_step import (
     native_part,
 )
 from moechat.models.decode.shared_expert import SharedBlock
-from moechat.models.decode.wiring import recognise_wiring
+from moechat.models.decode.wiring import Wiring, recognise_wiring
 from moechat.models.state_layer import StateLayer
 
 
@@ -40,7 +41,7 @@ class StateMixer:
     index: int
     dtype: torch.dtype
     hidden_size: int
-    step: type[_native.DeltaStep] | type[_native.ShortConvStep]
+    step: type[_native.DeltaStep] | type[_native.ShortConvStep] | type[_native.MambaStep]
     places: Callable[[Any], tuple[int, int] | None]
     fill: Callable[[StateLayer, torch.Generator], None]
 
@@ -62,16 +63,24 @@ def state_step(
     wiring = recognise_wiring(layer, is_native_router, name)
     if wiring is None or (mixer := mixers.get(wiring.attention)) is None:
         return None
+    try:
+        feed = native_feed(wiring, blocks.get(wiring.mlp))
+    except ValueError:  # the shapes of the parts do not match
+        return None
+    return None if feed is None else step_of(wiring, mixer, feed)
+
+
+def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed) -> NativeStep | None:
+    """The native step of a layer with these parts; ``None`` if its mixer is not native, or they do not fit
+    together.
+    """
     part = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
     before = native_part(wiring.before)
     if part is None or not isinstance(before, _native.RmsNorm):
         return None
     try:
-        feed = native_feed(wiring, blocks.get(wiring.mlp))
-        if feed is None:
-            return None
         run = mixer.step(before, part, feed.run)
-    except ValueError:  # the shapes of the parts do not match
+    except ValueError:
         return None
 
     def first_slot(_: int, generator: torch.Generator) -> StateLayer:

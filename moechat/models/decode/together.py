@@ -62,7 +62,9 @@ class TogetherPass:
         self._new_cache = new_cache
         # The family's own code of a feed-forward part has native routers for few tokens only.
         plain = all(
-            step.feed.experts is not None or isinstance(native_part(step.feed.mlp), _native.GatedMlp)
+            step.feed.experts is not None
+            or step.feed.ends
+            or isinstance(native_part(step.feed.mlp), _native.Mlp)
             for _, step in pairs
         )
         self.most: int = _native.MOST_STEP_TOKENS if plain else FEW_TOKENS

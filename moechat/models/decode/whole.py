@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_memory import EMPTY
 from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
@@ -42,6 +43,7 @@ _MODEL_NAMES = frozenset(
         # Of Gemma 4.
         *("Gemma4CausalLMOutputWithPast", "shared_kv_states", "shape"),
         *("final_logit_softcapping", "torch", "tanh"),
+        "float",  # of Nemotron-H
         # Until transformers 5.22.
         *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
     }
@@ -156,6 +158,8 @@ def _trial_cache(config: Any, slots: list[tuple[type, ...]], tokens: int) -> Dyn
     def layer(allowed: tuple[type, ...]) -> Any:
         if StateLayer in allowed:
             return StateLayer()
+        if set(allowed) & set(EMPTY):
+            return EMPTY[0]()
         return ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(window, 1)
 
     window: Any = getattr(config, "sliding_window", None)

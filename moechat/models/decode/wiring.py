@@ -7,7 +7,7 @@ tokens: see :mod:`moechat.models.decode.layer_check`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ _INPUTS = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "out_proj")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 # What mixes the tokens of a layer: attention, linear attention or a short convolution.
-ATTENTION, LINEAR_ATTENTION, SHORT_CONV = "self_attn", "linear_attn", "conv"
+ATTENTION, LINEAR_ATTENTION, SHORT_CONV, MAMBA = "self_attn", "linear_attn", "conv", "mamba"
 # Names of a layer's norms and its feed-forward part.
 _BESIDE = (
     ("input_layernorm", "post_attention_layernorm", "mlp"),
@@ -83,13 +83,20 @@ _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like"
 _WRAPPERS = frozenset({"transformers.modeling_layers"})
 # Modules of transformers' wrappers around the forward of models.
 MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
-# Names of what makes a model's rotary angles, and of its last norm.
-_BASE_PARTS = (("rotary_emb", "norm"), ("pos_emb", "embedding_norm"))
+# Parts of a layer that has only one of a mixer and a feed-forward part, and the names that its code uses.
+_HALVES = ("norm", "mixer")
+_HALF_NAMES = frozenset({*_HALVES, "to", "dtype", "weight", "block_type"})
+# Names of a model's embedding, of what makes its rotary angles, if there are any, and of its last norm.
+_BASE_PARTS = (
+    ("embed_tokens", "rotary_emb", "norm"),
+    ("embed_tokens", "pos_emb", "embedding_norm"),
+    ("embeddings", "", "norm_f"),
+)
 # Names in the forward of a model below its head.
 _BASE_NAMES = frozenset(
     {
         *(name for names in _BASE_PARTS for name in names),
-        *("embed_tokens", "layers", "config", "num_hidden_layers", "layer_types"),
+        *("layers", "config", "num_hidden_layers", "layer_types", "block_type"),
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
         "create_recurrent_attention_mask",
@@ -205,6 +212,14 @@ def recognise_wiring(
         gated = uses_only(attention, names | _GATES)
         if not gated and not uses_only(attention, names | _LATENT_NAMES):
             return None
+    router, experts = _router_and_experts(mlp, is_router)
+    return Wiring(before, attention, after, mlp, router, experts, gated, gate)
+
+
+def _router_and_experts(
+    mlp: nn.Module, is_router: Callable[[nn.Module | None], bool]
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Those of a feed-forward part that has nothing else; else ``None`` for both."""
     children = dict(mlp.named_children())
     experts = next((child for child in children.values() if is_experts_module(child)), None)
     router = next((child for child in children.values() if child is not experts), None)
@@ -215,23 +230,53 @@ def recognise_wiring(
         and uses_only(mlp, _EXPERTS_NAMES | _JITTER)
         and not any(parameter is not None for parameter in mlp._parameters.values())
     )
-    if not plain:
-        router = experts = None
-    return Wiring(before, attention, after, mlp, router, experts, gated, gate)
+    return (router, experts) if plain else (None, None)
+
+
+def recognise_half(
+    layer: Any, is_router: Callable[[nn.Module | None], bool], mixers: Container[Any]
+) -> Wiring | None:
+    """The parts of a layer ``x + part(norm(x))``; ``None`` if its code does anything else with them. Modules
+    that do nothing stand for those that it does not have.
+
+    Args:
+        layer: Any module.
+        is_router: Whether a module is a router that is known.
+        mixers: Known ones with states, whose own code is not looked at.
+    """
+    parts = dict(layer.named_children())
+    if parts.keys() != set(_HALVES) or "forward" in vars(layer) or layer.training:
+        return None
+    if not uses_only(layer, _HALF_NAMES):
+        return None
+    norm, part = (parts[name] for name in _HALVES)
+    if part in mixers:
+        return Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
+    if set(_INPUTS) <= part._modules.keys():
+        wiring = Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
+        return wiring if uses_only(part, ATTENTION_NAMES) and wiring.plain_attention() else None
+    router, experts = _router_and_experts(part, is_router)
+    return Wiring(norm, nn.Identity(), norm, part, router, experts, gated=False)
 
 
 def only_calls_layers(base: Any) -> bool:
     """Whether a model below its head only embeds, calls its layers one after the other, and its norm."""
     parts = set(dict(base.named_children()))
-    if not any(parts == {"embed_tokens", "layers", *names} for names in _BASE_PARTS):
+    if not any(parts == {"layers", *filter(None, names)} for names in _BASE_PARTS):
         return False
     return "forward" not in vars(base) and uses_only(base, _BASE_NAMES, wrappers=MODEL_WRAPPERS)
 
 
-def rotary_and_norm(base: Any) -> tuple[Any, Any]:
-    """The module of a model that makes rotary angles, and the norm behind its last layer."""
-    rotary, norm = next(names for names in _BASE_PARTS if names[0] in base._modules)
-    return base._modules[rotary], base._modules[norm]
+def ends_of(base: Any) -> tuple[Any, Any, Any]:
+    """The embedding of a model, what makes its rotary angles, or ``None``, and its last norm."""
+    embedding, rotary, norm = next(names for names in _BASE_PARTS if names[-1] in base._modules)
+    return base._modules[embedding], base._modules.get(rotary), base._modules[norm]
+
+
+def widens_logits(model: nn.Module) -> bool:
+    """Whether a causal language model makes its logits float32, by the names that its code uses."""
+    forward = _unwrapped(model, MODEL_WRAPPERS)
+    return isinstance(forward, FunctionType) and "float" in forward.__code__.co_names
 
 
 def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[str] = _WRAPPERS) -> bool:
@@ -242,12 +287,18 @@ def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[s
         names: Of globals, attributes and methods.
         wrappers: Modules whose functions may wrap it.
     """
-    forward: Any = type(module).forward
-    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
+    forward = _unwrapped(module, wrappers)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
     return not forward.__code__.co_freevars and names.issuperset(_names(forward.__code__))
+
+
+def _unwrapped(module: nn.Module, wrappers: frozenset[str]) -> Any:
+    """The ``forward`` of a module's class without its wrappers."""
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
 
 
 def names_of(module: nn.Module) -> set[str]:

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -88,23 +89,33 @@ std::vector<CachePlace> cache_places(const std::vector<Place>& places) {
   return found;
 }
 
-struct Mlp : PassMlp {
-  GatedMlp task;
+struct MlpObject : PassMlp {
+  Mlp task;
   std::vector<Product> kept;
 
-  const GatedMlp& mlp() const override { return task; }
+  const Mlp& mlp() const override { return task; }
 
   void run(Address x, std::int64_t tokens, Address out) const {
     const ReleaseGil released;
-    gated_mlp(task, at(x), tokens, at(out));
+    run_mlp(task, at(x), tokens, at(out));
   }
 };
 
-Mlp make_mlp(const std::string& type, Product gate, Product up, Product down, const std::string& activation) {
-  Mlp mlp{};
-  mlp.task = {element_type(type), gate.task, up.task, down.task, activation_of(activation)};
-  check_gated_mlp(mlp.task);
-  mlp.kept = {std::move(gate), std::move(up), std::move(down)};
+MlpObject make_mlp(const std::string& type, std::optional<Product> gate, Product up, Product down,
+                   const std::string& activation) {
+  MlpObject mlp{};
+  mlp.task.type = element_type(type);
+  mlp.task.gated = gate.has_value();
+  if (gate) {
+    mlp.task.gate = gate->task;
+    mlp.kept.push_back(std::move(*gate));
+  }
+  mlp.task.up = up.task;
+  mlp.task.down = down.task;
+  mlp.task.activation = activation_of(activation);
+  check_mlp(mlp.task);
+  mlp.kept.push_back(std::move(up));
+  mlp.kept.push_back(std::move(down));
   return mlp;
 }
 
@@ -121,9 +132,11 @@ struct Feed {
 // Norms of the experts' inputs, of both results and of their sum, and the address of the layer's factor.
 using MoreNorms = std::tuple<Norm, Norm, Norm, Norm, Address>;
 
-Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing, const std::optional<Mlp>& shared,
-               std::optional<Product> gate, const std::optional<MoreNorms>& norms, float routed_scale) {
+Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing,
+               const std::optional<MlpObject>& shared, std::optional<Product> gate,
+               const std::optional<MoreNorms>& norms, float routed_scale, bool ends) {
   Feed feed{};
+  feed.task.ends = ends;
   feed.task.routed_scale = routed_scale;
   if (norms) {
     const auto& [experts, shared_result, experts_result, result, scale] = *norms;
@@ -184,6 +197,10 @@ FeedRows normed_rows(Address normed) { return {nullptr, nullptr, nullptr, nullpt
 
 void require_router(const FeedStep& feed, bool wanted) {
   if (feed.routes != wanted) refuse(feed.routes ? "this step has a router" : "this step has no router");
+  if (feed.ends) refuse("this step ends with its mixer");
+}
+void require_end(const FeedStep& feed) {
+  if (!feed.ends) refuse("this step has more parts than its mixer");
 }
 
 // A layer whose tokens go to places of attention caches, and the products that it uses.
@@ -220,6 +237,11 @@ struct PlacedStep : PassStep {
     require_router(task.feed, false);
     call(hidden, cos, sin, places, residual, normed_rows(normed));
   }
+  void mix(Address hidden, Address cos, Address sin, const std::vector<Place>& places,
+           Address residual) const {
+    require_end(task.feed);
+    call(hidden, cos, sin, places, residual, {});
+  }
   void measure(bool on) { task.times = clocks.measure(on); }
 };
 
@@ -230,6 +252,8 @@ void define_placed(py::class_<Step, PassStep>& step) {
            py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
       .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"),
            py::arg("places"), py::arg("residual"), py::arg("normed"))
+      .def("mix", &Step::mix, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("places"),
+           py::arg("residual"))
       .def("measure", &Step::measure, py::arg("on"))
       .def("seconds", [](const Step& own) { return own.clocks.seconds(); });
 }
@@ -348,31 +372,23 @@ Conv make_conv(const std::string& type, std::int64_t channels, std::int64_t taps
   return conv;
 }
 
-struct Mamba {
-  MambaMixer task;
-  std::vector<Product> kept;
+using Mamba = StateMixer<MambaMixer>;
 
-  void run(Address hidden, Address before, Address state, Address out) const {
-    const ReleaseGil released;
-    mamba_mixer(task, at(hidden), at(before), at<float>(state), at(out));
-  }
-
-  // Between the projections: rows [tokens, input.rows], out [tokens, output.cols].
-  void many(std::int64_t tokens, Address rows, Address before, Address state, Address out,
-            std::pair<float, float> limits) const {
-    require_positive("tokens", tokens);
-    MambaTask own = task.task;
-    own.least_step = limits.first;
-    own.most_step = limits.second;
-    own.tokens = tokens;
-    own.row = at(rows);
-    own.before = at(before);
-    own.state = at<float>(state);
-    own.out = at(out);
-    const ReleaseGil released;
-    mamba(own);
-  }
-};
+// Tokens of a prompt, between the projections: rows [tokens, input.rows], out [tokens, output.cols].
+void mamba_prompt(const Mamba& mixer, std::int64_t tokens, Address rows, Address before, Address state,
+                  Address out, std::pair<float, float> limits) {
+  require_positive("tokens", tokens);
+  MambaTask own = mixer.task.task;
+  own.least_step = limits.first;
+  own.most_step = limits.second;
+  own.tokens = tokens;
+  own.row = at(rows);
+  own.before = at(before);
+  own.state = at<float>(state);
+  own.out = at(out);
+  const ReleaseGil released;
+  mamba(own);
+}
 
 Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_dim, std::int64_t groups,
                  std::int64_t state_size, std::int64_t taps, std::int64_t norm_group, float eps,
@@ -406,7 +422,7 @@ Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_
   task.norm = at(norm);
   mamba.task.input = input.task;
   mamba.task.output = output.task;
-  check_mamba_mixer(mamba.task);
+  check_mixer(mamba.task);
   mamba.kept = {std::move(input), std::move(output)};
   return mamba;
 }
@@ -453,6 +469,10 @@ struct MixedStep : PassStep {
     require_router(task.feed, false);
     call(hidden, states, residual, normed_rows(normed));
   }
+  void mix(Address hidden, const std::vector<States>& states, Address residual) const {
+    require_end(task.feed);
+    call(hidden, states, residual, {});
+  }
   void measure(bool on) { task.times = clocks.measure(on); }
 };
 
@@ -466,7 +486,53 @@ MixedStep<Task> make_mixed_step(const Norm& before, const StateMixer<Task>& mixe
   return step;
 }
 
-// Such a step in Python.
+// A layer without a mixer.
+struct FeedLayer : PassStep {
+  FeedStep task;
+  std::vector<Product> kept;
+  Clocks clocks;
+
+  const FeedStep& feed_of() const override { return task; }
+  TokenPlaces places_of(const py::sequence&) const override { return {}; }
+  std::shared_ptr<StepTimes> times() const override { return clocks.times; }
+  void run(std::int64_t tokens, const void* hidden, const void*, const void*, const TokenPlaces&,
+           void* residual, const FeedRows& rows) const override {
+    require_step_tokens(tokens);
+    StepClock clock(clocks.times.get());
+    const std::int64_t bytes = tokens * task.after.cols * element_bytes(task.after.type);
+    std::memcpy(residual, hidden, static_cast<std::size_t>(bytes));
+    FeedRows own = rows;
+    own.residual = residual;
+    feed_step(task, tokens, own, clock);
+  }
+
+  void call(Address hidden, Address residual, const FeedRows& rows, std::int64_t tokens) const {
+    const auto running = clocks.times;  // as above
+    const ReleaseGil released;
+    run(tokens, at(hidden), nullptr, nullptr, {}, at(residual), rows);
+  }
+  // places: one for each token, as of other steps; what they are is not looked at.
+  void route(Address hidden, const py::sequence& places, Address residual, Address x, Address index,
+             Address weights, Address shared) const {
+    require_router(task, true);
+    call(hidden, residual, routed_rows(x, index, weights, shared), static_cast<std::int64_t>(places.size()));
+  }
+  void normalise(Address hidden, const py::sequence& places, Address residual, Address normed) const {
+    require_router(task, false);
+    call(hidden, residual, normed_rows(normed), static_cast<std::int64_t>(places.size()));
+  }
+  void measure(bool on) { clocks.measure(on); }
+};
+
+FeedLayer make_feed_layer(const Feed& feed) {
+  if (feed.task.ends) refuse("a layer without parts");
+  FeedLayer step{};
+  step.task = feed.task;
+  step.kept = feed.kept;
+  return step;
+}
+
+// A step with states in Python.
 template <class Task>
 void define_mixed(py::module_& m, const char* name) {
   using Made = MixedStep<Task>;
@@ -476,6 +542,7 @@ void define_mixed(py::module_& m, const char* name) {
            py::arg("index"), py::arg("weights"), py::arg("shared"))
       .def("normalise", &Made::normalise, py::arg("hidden"), py::arg("states"), py::arg("residual"),
            py::arg("normed"))
+      .def("mix", &Made::mix, py::arg("hidden"), py::arg("states"), py::arg("residual"))
       .def("measure", &Made::measure, py::arg("on"))
       .def("seconds", [](const Made& step) { return step.clocks.seconds(); });
 }
@@ -491,13 +558,13 @@ void bind_layer_step(py::module_& m) {
 
   py::class_<PassStep>(m, "PassStep");
   py::class_<PassMlp>(m, "PassMlp");
-  py::class_<Mlp, PassMlp>(m, "GatedMlp")
+  py::class_<MlpObject, PassMlp>(m, "Mlp")
       .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"),
            py::arg("activation") = "silu")
-      .def("__call__", &Mlp::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
+      .def("__call__", &MlpObject::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
   py::class_<Feed>(m, "FeedStep")
       .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"),
-           py::arg("norms") = py::none(), py::arg("routed_scale") = 1.0f)
+           py::arg("norms") = py::none(), py::arg("routed_scale") = 1.0f, py::arg("ends") = false)
       .def("add", &Feed::add, py::arg("x"), py::arg("shared"), py::arg("residual"), py::arg("tokens"));
 
   py::class_<Mixer>(m, "DeltaMixer")
@@ -515,8 +582,17 @@ void bind_layer_step(py::module_& m) {
            py::arg("conv_biases"), py::arg("log_rates"), py::arg("step_biases"), py::arg("skips"),
            py::arg("norm"), py::arg("input"), py::arg("output"))
       .def("__call__", &Mamba::run, py::arg("hidden"), py::arg("before"), py::arg("state"), py::arg("out"))
-      .def("many", &Mamba::many, py::arg("tokens"), py::arg("rows"), py::arg("before"), py::arg("state"),
+      .def("many", &mamba_prompt, py::arg("tokens"), py::arg("rows"), py::arg("before"), py::arg("state"),
            py::arg("out"), py::arg("limits"));
+  define_mixed<MambaMixer>(m, "MambaStep");
+  py::class_<FeedLayer, PassStep>(m, "FeedLayer")
+      .def(py::init(&make_feed_layer), py::arg("feed"))
+      .def("route", &FeedLayer::route, py::arg("hidden"), py::arg("places"), py::arg("residual"),
+           py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("shared"))
+      .def("normalise", &FeedLayer::normalise, py::arg("hidden"), py::arg("places"), py::arg("residual"),
+           py::arg("normed"))
+      .def("measure", &FeedLayer::measure, py::arg("on"))
+      .def("seconds", [](const FeedLayer& step) { return step.clocks.seconds(); });
   py::class_<Step, PassStep> step(m, "LayerStep");
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),

@@ -49,7 +49,7 @@ class PassExperts {
 class PassMlp {
  public:
   virtual ~PassMlp() = default;
-  virtual const GatedMlp& mlp() const = 0;
+  virtual const Mlp& mlp() const = 0;
 };
 
 }  // namespace moechat

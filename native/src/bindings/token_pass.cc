@@ -28,7 +28,7 @@ constexpr std::int64_t kSignals = 100'000'000;  // ns between looks for Ctrl-C
 using Angles = std::pair<Address, Address>;
 
 // Invariants, which the constructor verifies: all parts have one type and one hidden size; a step with a
-// router has experts, one without a feed-forward part.
+// router has experts, one without a feed-forward part, unless it ends with its mixer.
 class TokenPass {
  public:
   explicit TokenPass(const std::vector<std::pair<py::object, py::object>>& layers) {
@@ -45,9 +45,9 @@ class TokenPass {
       if (layer.step->feed_of().routes) {
         layer.experts = after.cast<PassExperts*>();
         fits = fits && layer.experts->hidden_size() == hidden_;
-      } else {
+      } else if (!layer.step->feed_of().ends) {
         layer.mlp = &after.cast<const PassMlp*>()->mlp();
-        fits = fits && layer.mlp->type == type_ && layer.mlp->gate.cols == hidden_ &&
+        fits = fits && layer.mlp->type == type_ && layer.mlp->up.cols == hidden_ &&
                layer.mlp->down.rows == hidden_;
       }
       if (!fits) refuse("layer " + std::to_string(layers_.size()) + " has another type or hidden size");
@@ -116,7 +116,7 @@ class TokenPass {
   struct Layer {
     const PassStep* step;
     PassExperts* experts;  // or null, and then
-    const GatedMlp* mlp;
+    const Mlp* mlp;        // or null too, if the layer ends with its mixer
   };
 
   void reserve(std::int64_t tokens) {
@@ -155,9 +155,9 @@ class TokenPass {
                                  feed.rule.chosen);
       if (experts_ns != nullptr) *experts_ns += now_ns() - start;
       add_experts(feed, tokens, summed_.data(), shared_.data(), residual);
-    } else {
+    } else if (layer.mlp != nullptr) {
       const DecodeKernels& kernel = *kernels().decode;
-      gated_mlp(*layer.mlp, shared_.data(), tokens, made_.data());
+      run_mlp(*layer.mlp, shared_.data(), tokens, made_.data());
       kernel.widen(type_, made_.data(), tokens * hidden_, summed_.data());
       kernel.add(type_, summed_.data(), tokens * hidden_, residual);
       if (mlp_ns != nullptr) *mlp_ns += now_ns() - start;

@@ -8,8 +8,8 @@
 namespace moechat {
 namespace {
 
-std::int64_t mlp_bytes(const GatedMlp& mlp, std::int64_t tokens) {
-  const std::int64_t inner = tokens * mlp.gate.rows;
+std::int64_t mlp_bytes(const Mlp& mlp, std::int64_t tokens) {
+  const std::int64_t inner = tokens * mlp.up.rows;
   return 3 * Arena::bytes_of(inner * 4) + Arena::bytes_of(inner * element_bytes(mlp.type)) +
          Arena::bytes_of(tokens * mlp.down.rows * 4);
 }
@@ -21,10 +21,10 @@ float logit_of(Activation activation, float x) {
   return kTwiceRoot * (x + 0.044715f * x * x * x);
 }
 
-// As gated_mlp(), in memory of mlp_bytes().
-void mlp_in(Arena& arena, const GatedMlp& mlp, const float* x, std::int64_t tokens, void* out) {
+// As run_mlp(), in memory of mlp_bytes().
+void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, void* out) {
   const DecodeKernels& kernel = *kernels().decode;
-  const std::int64_t inner = tokens * mlp.gate.rows, rows = tokens * mlp.down.rows;
+  const std::int64_t inner = tokens * mlp.up.rows, rows = tokens * mlp.down.rows;
   auto* gate = arena.take<float>(inner * 4);
   auto* up = arena.take<float>(inner * 4);
   auto* factors = arena.take<float>(inner * 4);
@@ -34,10 +34,20 @@ void mlp_in(Arena& arena, const GatedMlp& mlp, const float* x, std::int64_t toke
     kernel.narrow(mlp.type, values, inner, narrow);
     kernel.widen(mlp.type, narrow, inner, values);
   };
-  multiply(mlp.gate, x, tokens, gate);
   multiply(mlp.up, x, tokens, up);
-  rounded(gate);
   rounded(up);
+  if (!mlp.gated) {
+    for (std::int64_t i = 0; i < inner; ++i) {
+      const float positive = up[i] < 0.0f ? 0.0f : up[i];  // NaN stays NaN
+      up[i] = positive * positive;
+    }
+    rounded(up);
+    multiply(mlp.down, up, tokens, sums);
+    kernel.narrow(mlp.type, sums, rows, out);
+    return;
+  }
+  multiply(mlp.gate, x, tokens, gate);
+  rounded(gate);
   for (std::int64_t i = 0; i < inner; ++i) factors[i] = -logit_of(mlp.activation, gate[i]);
   kernel.exponentials(factors, inner, 0.0f);
   for (std::int64_t i = 0; i < inner; ++i) gate[i] /= 1.0f + factors[i];
@@ -68,15 +78,19 @@ void rounded_softplus(ElementType type, std::int64_t count, float* values, void*
   kernels().decode->widen(type, narrow, count, values);
 }
 
-void check_gated_mlp(const GatedMlp& mlp) {
-  require_fit(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
+void check_mlp(const Mlp& mlp) {
+  if (mlp.gated) {
+    require_fit(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
+  }
   require_fit(mlp.down.cols == mlp.up.rows, "up and down");
-  require_fit(mlp.activation == Activation::kSilu || mlp.activation == Activation::kGeluTanh, "activation");
+  require_fit(mlp.gated ? mlp.activation == Activation::kSilu || mlp.activation == Activation::kGeluTanh
+                        : mlp.activation == Activation::kRelu2,
+              "activation");
 }
 
-void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out) {
+void run_mlp(const Mlp& mlp, const void* x, std::int64_t tokens, void* out) {
   require_step_tokens(tokens);
-  const std::int64_t elements = tokens * mlp.gate.cols;
+  const std::int64_t elements = tokens * mlp.up.cols;
   Arena arena(Arena::bytes_of(elements * 4) + mlp_bytes(mlp, tokens));
   auto* wide = arena.take<float>(elements * 4);
   kernels().decode->widen(mlp.type, x, elements, wide);
@@ -86,6 +100,10 @@ void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* ou
 void check_feed_step(const FeedStep& step) {
   const ElementType type = step.after.type;
   const std::int64_t hidden = step.after.cols;
+  if (step.ends) {
+    require_fit(!step.routes && !step.shares, "parts behind the end of a layer");
+    return;
+  }
   if (step.routes) {
     require_fit(step.routing.type == type && step.routing.hidden == hidden, "router and hidden size");
   }
@@ -108,12 +126,13 @@ void check_feed_step(const FeedStep& step) {
   if (!step.shares) return;
   require_fit(step.routes, "a shared expert without a router");
   require_fit(step.shared.type == type, "type of the shared expert");
-  require_fit(step.shared.gate.cols == hidden && step.shared.down.rows == hidden,
+  require_fit(step.shared.up.cols == hidden && step.shared.down.rows == hidden,
               "shared expert and hidden size");
   if (step.gates) require_fit(step.gate.rows == 1 && step.gate.cols == hidden, "gate of the shared expert");
 }
 
 void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& given, StepClock& clock) {
+  if (step.ends) return;
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = step.after.type;
   const std::int64_t size = element_bytes(type), hidden = tokens * step.after.cols;

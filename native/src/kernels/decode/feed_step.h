@@ -1,5 +1,5 @@
 // The part of a decoder layer behind its mixer, up to its routed experts: norm, router and shared expert; and
-// gated feed-forward parts alone. Results are rounded to the element type between products as separate calls
+// feed-forward parts alone. Results are rounded to the element type between products as separate calls
 // would round them, and those of a token do not depend on the others.
 #pragma once
 
@@ -13,19 +13,20 @@
 
 namespace moechat {
 
-// out = down(activation(gate(x)) * up(x)), of kSilu or kGeluTanh.
-struct GatedMlp {
+// out = down(activation(gate(x)) * up(x)), of kSilu or kGeluTanh; if not gated down(activation(up(x))), of
+// kRelu2.
+struct Mlp {
   ElementType type;
-  StepProduct gate, up, down;
-  Activation activation = Activation::kSilu;
+  bool gated;
+  StepProduct gate, up, down;  // `gate` is unused if not gated
+  Activation activation;
 };
 
 // Throws std::invalid_argument if the products do not have the sizes of each other, or for another
 // activation.
-void check_gated_mlp(const GatedMlp& mlp);
-// x: [tokens, gate.cols], out: [tokens, down.rows]. Throws std::invalid_argument for a wrong number of
-// tokens.
-void gated_mlp(const GatedMlp& mlp, const void* x, std::int64_t tokens, void* out);
+void check_mlp(const Mlp& mlp);
+// x: [tokens, up.cols], out: [tokens, down.rows]. Throws std::invalid_argument for a wrong number of tokens.
+void run_mlp(const Mlp& mlp, const void* x, std::int64_t tokens, void* out);
 
 // Further norms of a layer with a router and a shared expert (Gemma 4).
 struct FeedNorms {
@@ -38,6 +39,7 @@ struct FeedNorms {
 // Invariants, which check_feed_step() verifies: all parts have the width and the type of the norm.
 struct FeedStep {
   NormTask after;  // its x and out are unused, as in all tasks here
+  bool ends;       // the layer ends with its mixer: of `after` only type and width count, the rest is unused
   bool routes;
   RouteTask routing;
   RouterRule rule;
@@ -45,7 +47,7 @@ struct FeedStep {
   std::optional<FeedNorms> norms;
   float routed_scale = 1.0f;  // multiplies what the routed experts give, rounded before and after
   bool shares;                // has a shared expert; only with a router
-  GatedMlp shared;
+  Mlp shared;
   bool gates;        // the sigmoid of `gate` multiplies the shared expert's result
   StepProduct gate;  // one row
 };

@@ -44,8 +44,9 @@ void check_layer_step(const LayerStep& step) {
     require_fit(step.output_norm->type == step.type && step.output_norm->cols == step.hidden,
                 "norm of the output");
   }
-  require_fit(step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
-                  (step.angles == step.width || 2 * step.angles == step.width),
+  const bool still = step.width == 0 && step.angles == 0;
+  require_fit(still || (step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
+                        (step.angles == step.width || 2 * step.angles == step.width)),
               "angles and heads");
   if (step.gated) require_fit(heads.key_dim == heads.value_dim, "gates of heads");
   if (step.gate) {

@@ -41,7 +41,7 @@ struct LayerStep {
   std::optional<NormTask> value_norm;   // of each head
   std::optional<NormTask> output_norm;  // of what the output projection gives, before it is added
   AttendTask attention;                 // type, kv_heads, group, key_dim, value_dim, scale, sinks
-  std::int64_t angles, width;           // as RotateTask
+  std::int64_t angles, width;           // as RotateTask; both 0: no rotation
   FeedStep feed;
   StepTimes* times;  // or null: not measured
 };

@@ -1,8 +1,8 @@
-// A Mamba-2 mixer with its projections, for one token. It rounds between products as separate calls would.
+// A Mamba-2 mixer with its projections; see state_step.h.
 #pragma once
 
 #include "kernels/decode/decode.h"
-#include "kernels/decode/step_product.h"
+#include "kernels/decode/state_step.h"
 
 namespace moechat {
 
@@ -13,8 +13,8 @@ struct MambaMixer {
 };
 
 // Throws std::invalid_argument if the products do not have the sizes of the task.
-void check_mamba_mixer(const MambaMixer& mixer);
-// hidden and out: [output.rows] of the task's type. before and state: see MambaTask.
-void mamba_mixer(const MambaMixer& mixer, const void* hidden, void* before, float* state, void* out);
+void check_mixer(const MambaMixer& mixer);
+const float* mixer_sums(const MambaMixer& mixer, const NormTask* norm, const void* hidden,
+                        std::int64_t tokens, const MixerStates* states, StepClock& clock);
 
 }  // namespace moechat
