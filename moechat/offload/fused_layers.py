@@ -31,9 +31,9 @@ from moechat.models.decode.probe import FEW_TOKENS
 from moechat.models.decode.rotary import rotated_width
 from moechat.models.decode.wiring import (
     Wiring,
+    ends_of,
     only_calls_layers,
     only_known_arguments,
-    rotary_and_norm,
 )
 from moechat.models.skeleton import base_of
 from moechat.offload.fused_delta import mixed, serves_mixer
@@ -138,7 +138,7 @@ def recognise_layers(
         return {}
     base, angles = base_of(model), angles_of_layers(model)
     follows = (
-        dict(zip(base.layers, [*base.layers[1:], rotary_and_norm(base)[1]], strict=True))
+        dict(zip(base.layers, [*base.layers[1:], ends_of(base)[-1]], strict=True))
         if only_calls_layers(base)
         else {}
     )
