@@ -12,6 +12,7 @@ import torch
 from isa_runner import isa_fixture
 from test_decode_parts import DTYPES, RefusedError, draw, reference
 from tiny import tiny_config, write_tiny_checkpoint
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import moechat
 from moechat import _native
@@ -136,6 +137,54 @@ def test_prompts_do_not_call_torch_s_attention(
         exact = engine.logits(tokens)
     error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
     assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_with_sinks_do_not_call_the_family_s_attention(
+    dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss has windows and sinks, and masks of numbers that are added to scores."""
+    if attention._torch_uses_amx(getattr(torch, dtype)):
+        pytest.skip("on this processor bfloat16 is left to torch")
+    config = tiny_config("gpt_oss")
+    config.num_experts_per_tok = config.num_local_experts
+    write_tiny_checkpoint(tmp_path / "model", config)
+    tokens = [(7 * i) % 50 + 3 for i in range(3 * config.sliding_window + 5)]
+    with moechat.load(tmp_path / "model", bits=16, dtype=dtype) as engine:
+        ours = engine.logits(tokens)
+
+        def forbidden(*_: object, **__: object) -> None:
+            raise AssertionError("called")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_gpt_oss, "eager_attention_forward", forbidden)
+            assert torch.equal(engine.logits(tokens), ours)
+        engine.loaded.native_modules.undo()
+        theirs = engine.logits(tokens)
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
+        engine.loaded.native_modules.undo()
+        exact = engine.logits(tokens)
+    error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
+    assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_of_numbers_are_read_where_they_only_hide_keys(dtype: torch.dtype) -> None:
+    seen = causal(5, 9, 3)
+    for hidden in (-torch.inf, torch.finfo(dtype).min):
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, hidden)
+        found = attention._visible(mask)
+        assert found is not None
+        assert torch.equal(found, seen)
+        assert attention._visible(mask) is found, "layers share it"
+        mask = mask.clone()
+        mask[0, 0, 2, :] = hidden
+        assert attention._visible(mask) is None, "a token sees nothing"
+        mask = mask.clone()
+        mask[0, 0, 2, 4] = -0.5
+        assert attention._visible(mask) is None, "a bias"
+    assert attention._visible(seen) is seen
+    assert attention._visible(seen.int()) is None
 
 
 run_under = isa_fixture(__file__, "softmax_in_double or nothing")

@@ -48,9 +48,10 @@ _IGNORED = frozenset(
     }
 )
 _SINKS = "s_aux"
-_PROBE_KEYS = 150
+_PROBE_KEYS, _PROBE_TOKENS = 150, 3
 _PLAN = "_moechat_attention"
 _CLEAR = "_moechat_clear"
+_VISIBLE = "_moechat_visible"
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -213,18 +214,20 @@ def _attend(
     _, value_head, value_token, value_step = value.stride()
     if query_step != 1 or key_step != 1 or value_step != 1 or key.shape != (1, kv_heads, context, key_dim):
         return None
-    seen, seen_token = 0, 0
+    seen, seen_token, visible = 0, 0, None
     if mask is not None:
-        if mask.dtype is not torch.bool or mask.shape != (1, 1, tokens, context) or mask.stride(-1) != 1:
+        visible = _visible(mask) if mask.shape == (1, 1, tokens, context) else None
+        if visible is None or visible.stride(-1) != 1:
             return None
-        seen, seen_token = mask.data_ptr(), mask.stride(2)
+        seen, seen_token = visible.data_ptr(), visible.stride(2)
+    added = mask is not None and visible is not mask
     sinks = named.get(_SINKS)
     scaling = named.get("scaling")
-    shape = (dtype, heads, kv_heads, key_dim, value_dim, scaling, id(sinks))
+    shape = (dtype, heads, kv_heads, key_dim, value_dim, scaling, id(sinks), added)
     plans: dict[Any, _Plan] = module.__dict__.setdefault(_PLAN, {})
     plan = plans.get(shape)
     if plan is None:
-        plan = plans[shape] = _make_plan(module, query, key, value, named, own)
+        plan = plans[shape] = _make_plan(module, query, key, value, named, own, added=added)
     if plan.run is None or not _supported(named):
         return None
     out = torch.empty((1, tokens, heads, value_dim), dtype=dtype)
@@ -248,6 +251,25 @@ def _attend(
         not few,
     )
     return out if done else None
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor | None:
+    """The keys that tokens see, by a mask of booleans, or of numbers that are added to scores; ``None`` if it
+    says more than that, or hides all keys of a token.
+
+    What numbers say is kept with them: layers share a mask. REQUIRES: none changes it in place.
+    """
+    if mask.dtype is torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    kept = mask.__dict__
+    if _VISIBLE not in kept:
+        seen = mask == 0
+        plain = bool((seen | (mask <= torch.finfo(mask.dtype).min)).all() and seen.any(-1).all())
+        kept[_VISIBLE] = seen if plain else None
+    found: torch.Tensor | None = kept[_VISIBLE]
+    return found
 
 
 @functools.cache
@@ -280,8 +302,20 @@ def _make_plan(
     value: torch.Tensor,
     named: dict[str, Any],
     own: Attend,
+    *,
+    added: bool,
 ) -> _Plan:
-    """The native attention of ``module``, if its results for random queries equal the family's."""
+    """The native attention of ``module``, if its results for random queries equal the family's.
+
+    Args:
+        module: The module.
+        query: Shows sizes and type, as the next two.
+        key: Likewise.
+        value: Likewise.
+        named: Further arguments of the family's function.
+        own: The family's function.
+        added: It gets masks that are added to scores: it is tried with one.
+    """
     _, heads, _, key_dim = query.shape
     _, kv_heads, _, value_dim = value.shape
     if heads % kv_heads:
@@ -308,18 +342,24 @@ def _make_plan(
             return torch.randn(sizes, generator=generator).to(query.dtype)
 
         # Scaled so that scores differ by a few units, as in real models.
-        probe = (
-            normal(1, heads, 1, key_dim) * (2.0 / (abs(float(scaling)) if scaling else 1.0) / key_dim) ** 0.5
-        )
+        tokens = _PROBE_TOKENS if added else 1
+        size = (2.0 / (abs(float(scaling)) if scaling else 1.0) / key_dim) ** 0.5
+        probe = normal(1, heads, tokens, key_dim) * size
         keys, values = normal(1, kv_heads, _PROBE_KEYS, key_dim), normal(1, kv_heads, _PROBE_KEYS, value_dim)
-        out = torch.empty((1, 1, heads, value_dim), dtype=query.dtype)
+        out = torch.empty((1, tokens, heads, value_dim), dtype=query.dtype)
+        mask, seen = None, torch.ones(tokens, _PROBE_KEYS, dtype=torch.bool)
+        if added:
+            seen = seen.tril(_PROBE_KEYS - tokens).triu(3)
+            mask = torch.zeros(seen.shape, dtype=query.dtype)[None, None]
+            mask.masked_fill_(~seen, torch.finfo(query.dtype).min)
         run(
-            probe.data_ptr(), key_dim, key_dim, 1,
+            probe.data_ptr(), tokens * key_dim, key_dim, tokens,
             keys.data_ptr(), _PROBE_KEYS * key_dim, key_dim, 0, 0,
-            values.data_ptr(), _PROBE_KEYS * value_dim, value_dim, _PROBE_KEYS, 0, 0, out.data_ptr(),
+            values.data_ptr(), _PROBE_KEYS * value_dim, value_dim, _PROBE_KEYS,
+            seen.data_ptr() if added else 0, _PROBE_KEYS, out.data_ptr(),
         )  # fmt: skip
         try:
-            wanted = own(module, probe, keys, values, None, **named)[0]
+            wanted = own(module, probe, keys, values, mask, **named)[0]
         except Exception:  # the family needs more than the probe has
             return _Plan(None)
     return _Plan(run if close(out, wanted) else None, sinks, named.get(_SINKS))
