@@ -137,9 +137,10 @@ def _described(module: Any) -> Mamba2 | None:
     group = getattr(module.norm, "group_size", heads * head_dim)
     if type(group) is not int:
         return None
-    least, most = getattr(module, "time_step_limit", (0.0, float("inf")))
-    limits = float(least), float(most)
-    mamba = Mamba2(module, heads, head_dim, groups, state_size, taps, index, group, eps, limits)
+    limits = getattr(module, "time_step_limit", (0.0, float("inf")))
+    if not isinstance(limits, tuple | list) or [type(each) for each in limits] != [float, float]:
+        return None
+    mamba = Mamba2(module, heads, head_dim, groups, state_size, taps, index, group, eps, (*limits,))
     return mamba if min(heads, head_dim, groups, state_size, taps, group) > 0 and _fits(mamba) else None
 
 
