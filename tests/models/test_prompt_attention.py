@@ -144,8 +144,6 @@ def test_prompts_with_sinks_do_not_call_the_family_s_attention(
     dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gpt-oss has windows and sinks, and masks of numbers that are added to scores."""
-    if attention._torch_uses_amx(getattr(torch, dtype)):
-        pytest.skip("on this processor bfloat16 is left to torch")
     config = tiny_config("gpt_oss")
     config.num_experts_per_tok = config.num_local_experts
     write_tiny_checkpoint(tmp_path / "model", config)
