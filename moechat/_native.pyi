@@ -2779,6 +2779,7 @@ class Mlp:
         up: The product that it multiplies, or that is activated.
         down: The last product.
         activation: ``silu`` or ``gelu_tanh``; without a gate ``relu2``.
+        joined: The rows of ``up`` are first those of the gate.
 
     Raises:
         ValueError: The products do not fit together, or there is no such activation.
@@ -2791,6 +2792,7 @@ class Mlp:
         up: DenseProduct,
         down: DenseProduct,
         activation: str = "silu",
+        joined: bool = False,
     ) -> None: ...
     def __call__(self, x: int, tokens: int, out: int) -> None:
         """Compute tokens, each as it would be alone.
@@ -2817,6 +2819,7 @@ class FeedStep:
             multiplies the layer's result.
         routed_scale: With a shared expert: factor of the routed experts' result.
         ends: The layer ends with its mixer, and has none of these; ``after`` is any norm of its width.
+        scale: Factor of the whole result, before it is added.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2831,6 +2834,7 @@ class FeedStep:
         norms: tuple[RmsNorm, RmsNorm, RmsNorm, RmsNorm, int] | None = None,
         routed_scale: float = 1.0,
         ends: bool = False,
+        scale: float = 1.0,
     ) -> None: ...
     def add(self, x: int, shared: int, residual: int, tokens: int) -> None:
         """Add ``x``, the routed experts' result as float32 [tokens, hidden], rounded to the element type, to
@@ -2853,13 +2857,14 @@ class LayerStep:
             attention.
         head_norms: Norms of queries and keys, of each head or of all heads as one row; or ``None``.
         attention: Attention of the layer, without a tail.
-        angles: Rotary angles of a token.
+        angles: Rotary angles of a token; 0: it does not rotate.
         width: Elements of a head that are rotated: ``angles``, or twice as many.
         feed: What follows attention.
         value_norm: Norm of the values of each head, or ``None``.
         output_norm: Norm of what ``output`` gives, or ``None``.
         gate: Product of hidden states whose results multiply what attention gives, one for each element or
             for each head, and whether their activation is softplus instead of sigmoid; or ``None``.
+        scale: Factor of what ``output`` gives, before it is added.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -2882,6 +2887,7 @@ class LayerStep:
         value_norm: RmsNorm | None = None,
         output_norm: RmsNorm | None = None,
         gate: tuple[DenseProduct, bool] | None = None,
+        scale: float = 1.0,
     ) -> None: ...
     def route(
         self,
@@ -3134,12 +3140,13 @@ class DeltaStep(_StateStep):
         before: Norm of the hidden state.
         mixer: Linear attention.
         feed: What follows it.
+        scale: Factor of the mixer's result, before it is added.
 
     Raises:
         ValueError: The parts do not fit together.
     """
 
-    def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep) -> None: ...
+    def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep, scale: float = 1.0) -> None: ...
 
 class MambaStep(_StateStep):
     """A step of a layer with a Mamba-2 mixer.
@@ -3148,12 +3155,13 @@ class MambaStep(_StateStep):
         before: Norm of the hidden state.
         mixer: The mixer.
         feed: What follows it.
+        scale: Factor of the mixer's result, before it is added.
 
     Raises:
         ValueError: The parts do not fit together.
     """
 
-    def __init__(self, before: RmsNorm, mixer: MambaMixer, feed: FeedStep) -> None: ...
+    def __init__(self, before: RmsNorm, mixer: MambaMixer, feed: FeedStep, scale: float = 1.0) -> None: ...
 
 class ShortConvMixer:
     """A gated short convolution with its projections, for one token; see
@@ -3199,12 +3207,15 @@ class ShortConvStep(_StateStep):
         before: Norm of the hidden state.
         mixer: The convolution.
         feed: What follows it.
+        scale: Factor of the mixer's result, before it is added.
 
     Raises:
         ValueError: The parts do not fit together.
     """
 
-    def __init__(self, before: RmsNorm, mixer: ShortConvMixer, feed: FeedStep) -> None: ...
+    def __init__(
+        self, before: RmsNorm, mixer: ShortConvMixer, feed: FeedStep, scale: float = 1.0
+    ) -> None: ...
 
 class FeedLayer:
     """A step of a layer that has no mixer.

@@ -358,8 +358,12 @@ struct SharedFeed {
     step.routing.experts = kExperts;
     step.routing.hidden = width;
     step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, false, 1.0f, ElementType::kFloat32};
-    step.shared = {ElementType::kFloat32, true, product_of(gate), product_of(up), product_of(down),
-                   Activation::kSilu};
+    step.shared.type = ElementType::kFloat32;
+    step.shared.gated = true;
+    step.shared.gate = product_of(gate);
+    step.shared.up = product_of(up);
+    step.shared.down = product_of(down);
+    step.shared.activation = Activation::kSilu;
     step.gate = product_of(shared_gate);
   }
 };
@@ -686,7 +690,7 @@ struct ConvLayer {
   }
 };
 
-// Layers with a Mamba-2 mixer.
+// Layers with a Mamba-2 mixer and factors of results, whose shared expert has one first projection.
 struct MambaLayer {
   static constexpr std::int64_t kHidden = 70, kHeads = 4, kDim = 6, kGroups = 2, kState = 21, kTaps = 4;
   static constexpr std::int64_t kInner = kHeads * kDim, kChannels = kInner + 2 * kGroups * kState;
@@ -703,6 +707,7 @@ struct MambaLayer {
   std::vector<float> biases = random_values(generator, kChannels), heads = random_values(generator, kHeads);
   std::vector<float> norm = random_values(generator, kInner), before = random_values(generator, kHidden);
   SharedFeed feed{generator, kHidden};
+  Packed joined{generator, 2 * SharedFeed::kInner, kHidden, 8};
   StateStep<MambaMixer> task{};
 
   MambaLayer() {
@@ -723,6 +728,10 @@ struct MambaLayer {
     task.mixer.input = product_of(input);
     task.mixer.output = product_of(output);
     task.feed = feed.step;
+    task.scale = 0.5f;
+    task.feed.scale = 0.25f;
+    task.feed.shared.joined = true;
+    task.feed.shared.up = product_of(joined);
     check_state_step(task);
   }
   void step(const std::vector<Sequence*>& running, const std::vector<float>& hidden, FedTokens& fed) const {

@@ -131,7 +131,7 @@ def test_a_step_does_not_depend_on_threads(tmp_path: Path, moechat_home: Path, t
     assert all(all(map(torch.equal, results[0], other)) for other in results)
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax", "flex_olmo"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "phimoe", "deepseek_v2", "minimax", "flex_olmo"])
 def test_layers_of_another_kind_are_not_replaced(family: str, tmp_path: Path, moechat_home: Path) -> None:
     with moechat.load(checkpoint(tmp_path, family), bits=16, dtype="float32") as engine:
         assert not engine.loaded.native_modules.layers

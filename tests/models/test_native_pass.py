@@ -25,7 +25,8 @@ from moechat.offload.settings import OffloadOptions
 PROMPT = [4, 87, 12, 55, 3, 29, 64, 91, 8, 70, 33, 21]
 # Plain layers; a shared expert with a gate, or without, and layers without experts; windows and sinks;
 # states, and layers whose feed-forward part is not native; latents.
-FAMILIES = ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "glm4_moe_lite", "nemotron_h"]
+OWN = ["glm4_moe_lite", "nemotron_h", "granitemoehybrid"]
+FAMILIES = ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", *OWN]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def answer(engine: Engine) -> tuple[list[int], torch.Tensor]:
 def test_one_call_gives_the_bits_of_a_call_for_each_layer(
     family: str, tmp_path: Path, moechat_home: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_family(family) if family in ("glm4_moe_lite", "nemotron_h") else tiny_config(family)
+    config = tiny_family(family) if family in OWN else tiny_config(family)
     write_tiny_checkpoint(tmp_path / "model", config)
     with moechat.load(tmp_path / "model", bits=4) as engine:
         assert engine.loaded.native_modules.whole

@@ -25,16 +25,23 @@ TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 LINEAR = ["qwen3_next", "qwen3_5_moe_text"]
 # Enough of them for all projections to be packed, as those of real models are.
 HEADS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+GRANITE = {
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12,
+    "logits_scaling": 6.0,
+    "shared_intermediate_size": 96,
+}
 # With latent attention: two families with layers without experts, whose queries are projected twice, or once.
 LATENT: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "glm4_moe_lite": {"q_lora_rank": None}}
 # Norms around all parts and angles of each type of layer, as part of a model that also takes pictures, whose
 # values may be its keys; short convolutions; routers that take a correction; functions inside of the model's
-# code; models that also take pictures; gates with a projection of their own; layers of one part only.
+# code; pictures; gates with a projection of their own; layers of one part; results that are multiplied.
 TYPED: dict[str, dict[str, Any]] = {
     "gemma4": {"attention_k_eq_v": True, "final_logit_softcapping": 5.0},
     "gemma4_text": {},
     **{name: {} for name in ("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe", "laguna")},
     "nemotron_h": {},
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared", "granitemoe"), GRANITE),
 }
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", *LINEAR, *LATENT, *TYPED]
@@ -166,7 +173,7 @@ def test_more_tokens_than_a_native_step_takes_are_refused(engine: Engine) -> Non
     assert caches[0].get_seq_length() == 2
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "phimoe", "deepseek_v2", "minimax"])
 def test_models_with_other_layers_are_left_alone(family: str, tmp_path: Path, moechat_home: Path) -> None:
     with moechat.load(checkpoint(tmp_path, family), bits=16, dtype="float32") as engine:
         assert not engine.loaded.native_modules.whole

@@ -39,6 +39,9 @@ class ModelEnds:
             (config.layer_types[number],) if types else () for number in range(len(steps))
         ]
         self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Factors of the embedding and, as divisor, of the logits (Granite).
+        self._multiplier = getattr(base, "embedding_multiplier", None)
+        self._divisor = getattr(config, "logits_scaling", None)
         # What the step of a layer takes, those of the same kind take.
         kinds = [(kind, type(step.run), step.angles) for kind, step in zip(self._kinds, steps, strict=True)]
         self._first = [(number, steps[number]) for number in sorted(set(map(kinds.index, kinds)))]
@@ -64,7 +67,7 @@ class ModelEnds:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[1, tokens, hidden]`` of ids ``[1, tokens]``."""
         hidden: torch.Tensor = self._embed(ids)
-        return hidden
+        return hidden if self._multiplier is None else hidden * self._multiplier
 
     def angles(self, hidden: torch.Tensor, position: int) -> list[Any]:
         """What the rotary module gives each layer for a token at a position: cosines and sines."""
@@ -81,6 +84,8 @@ class ModelEnds:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[1, tokens, vocabulary]`` of what the last layer gives."""
         logits: torch.Tensor = self._head(self._norm(hidden))
+        if self._divisor is not None:
+            logits = logits / self._divisor
         if self._soft_cap is not None:  # rounded as the family's code rounds
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         return logits.float() if self._widens else logits

@@ -38,6 +38,7 @@ from moechat.models.decode.norms import (
 from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
 from moechat.models.decode.routers import Rule, given_corrections, native_router, recognise_router
+from moechat.models.decode.scaled_layers import scaled_step
 from moechat.models.decode.scaled_router import native_scaled_router, recognise_scaled_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
 from moechat.models.decode.short_conv import native_short_conv, recognise_short_convs, short_conv_mixer
@@ -144,7 +145,8 @@ def install_native_modules(model: Any) -> NativeModules:
     deltas = recognise_gated_deltas(model)
     channel_deltas = recognise_channel_deltas(model)
     mixings = recognise_hyper_connections(model, bare_norms)
-    mlps = recognise_mlps(model, (Activation.SILU, Activation.GELU_TANH, Activation.RELU2))
+    activations = (Activation.SILU, Activation.GELU_TANH, Activation.RELU2)
+    mlps = recognise_mlps(model, activations, joined=True)
     mambas, convolutions = recognise_mamba2(model), recognise_short_convs(model)
     scaled = [found for module in names if (found := recognise_scaled_router(module, bare_norms)) is not None]
     blocks = recognise_shared_blocks(model, mlps, rules, scaled=True)
@@ -237,6 +239,8 @@ def _install_layers(
             step = step or gemma4_step(module)
         elif done.attention:
             step = half_step(module, mixers[MAMBA], blocks)
+        if step is None and done.attention:
+            step = scaled_step(module, counts.get(module, 0), mixers[MAMBA])
         if step is None:
             continue
         forward = step.forward(module)

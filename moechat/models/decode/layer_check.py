@@ -56,7 +56,7 @@ def stub_experts(module: nn.Module) -> Iterator[None]:
 
 
 def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.Generator) -> bool:
-    dtype, index, angles = native.dtype, native.index, native.angles or 2
+    dtype, index = native.dtype, native.index
     caches: list[Any] = [DynamicCache(), DynamicCache()]
     for cache in caches:
         slot = native.first_slot(_PROBE_KEYS, torch.Generator().manual_seed(_SEED))
@@ -64,7 +64,8 @@ def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.G
     scale = 1.0
     for _ in range(_PROBES):
         hidden = (torch.randn((1, 1, native.hidden_size), generator=generator) * scale).to(dtype)
-        angle = torch.rand(angles, generator=generator) * 6
+        angle = torch.rand(native.angles, generator=generator) * 6
+        turns = angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype)
         results = []
         for forward, cache in zip((theirs, ours), caches, strict=True):
             try:
@@ -72,10 +73,7 @@ def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.G
                     hidden.clone(),
                     attention_mask=None,
                     past_key_values=cache,
-                    position_embeddings=(
-                        angle.cos()[None, None].to(dtype),
-                        angle.sin()[None, None].to(dtype),
-                    ),
+                    position_embeddings=turns if native.angles else None,
                 )
             except Exception:  # the family's code needs more than the probe has
                 return False

@@ -56,7 +56,9 @@ def attention_step(layer: Any, angles: int, blocks: Mapping[nn.Module, SharedBlo
     return None if feed is None else step_with_attention(wiring, feed, angles, width)
 
 
-def step_with_attention(wiring: Wiring, feed: Feed, angles: int, width: int) -> NativeStep | None:
+def step_with_attention(
+    wiring: Wiring, feed: Feed, angles: int, width: int, *, scale: float = 1.0
+) -> NativeStep | None:
     """The native step of a layer with these parts; ``None`` if one is not native, or they do not fit.
 
     Args:
@@ -64,6 +66,7 @@ def step_with_attention(wiring: Wiring, feed: Feed, angles: int, width: int) -> 
         feed: What follows its attention.
         angles: Number of rotary angles per token; 0: it does not rotate.
         width: Elements of a head that are rotated.
+        scale: Factor of the result of attention, before it is added.
     """
     attention, before = wiring.attention, native_part(wiring.before)
     products = native_products(getattr(attention, name, None) for name in wiring.projections)
@@ -113,6 +116,7 @@ def step_with_attention(wiring: Wiring, feed: Feed, angles: int, width: int) -> 
             width,
             feed.run,
             gate=gate,
+            scale=scale,
         )
     except ValueError:  # the shapes of the parts do not match
         return None

@@ -24,7 +24,8 @@ def native_mlp(mlp: Mlp) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     try:
         *gate, up, down = products
-        run = _native.Mlp(ELEMENTS[dtype], gate[0] if gate else None, up, down, mlp.activation)
+        first = gate[0] if gate else None
+        run = _native.Mlp(ELEMENTS[dtype], first, up, down, mlp.activation, joined=mlp.joined)
     except ValueError:  # the sizes of the projections do not match
         return None
     own, hooks = mlp.module.forward, mlp.hooks()

@@ -43,6 +43,11 @@ Decode = Callable[[torch.Tensor, Sequence[Any], torch.Tensor, torch.Tensor], tor
 Finish = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 
 
+def layer_angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the family's code of a layer gets for these cosines and sines: nothing for :data:`NO_ANGLES`."""
+    return (cos, sin) if cos.numel() else None
+
+
 def native_part(module: nn.Module | None) -> Any:
     """The native object behind the ``forward`` of a norm, router or feed-forward part; ``None`` if torch
     computes it.

@@ -20,7 +20,9 @@ from moechat.models.element_types import ELEMENTS
 from moechat.models.experts_interface import is_experts_module
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
-_ACTIVATIONS = ("act_fn", "act")
+# Of parts whose first projection gives first the gates, then what they multiply.
+_JOINED = ("input_linear", "output_linear")
+_ACTIVATIONS = ("act_fn", "act", "activation")
 _SCALE = "routed_scaling_factor"
 _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
@@ -44,22 +46,27 @@ class Mlp:
     @property
     def gated(self) -> bool:
         """Whether it has a gate."""
-        return _GATE in self.module._modules
+        return self.joined or _GATE in self.module._modules
+
+    @property
+    def joined(self) -> bool:
+        """Whether one projection gives the gates and what they multiply, one after the other."""
+        return _JOINED[0] in self.module._modules
 
     @property
     def inputs(self) -> list[Any]:
         """The projections whose results are multiplied: first the one that is activated."""
-        return [self.module._modules[name] for name in (_GATE, _UP) if name in self.module._modules]
+        return [self.module._modules[name] for name in self.names[:-1]]
 
     @property
     def names(self) -> list[str]:
-        """Of all projections."""
-        return [name for name in (_GATE, _UP, _DOWN) if name in self.module._modules]
+        """Of all projections, the last one last."""
+        return [name for name in (_GATE, _UP, _DOWN, *_JOINED) if name in self.module._modules]
 
     @property
     def output(self) -> Any:
         """The last projection."""
-        return self.module._modules[_DOWN]
+        return self.module._modules[self.names[-1]]
 
     def hooks(self) -> tuple[Any, ...]:
         """Hook dictionaries of all modules that are bypassed if the part is computed in another way."""
@@ -94,7 +101,7 @@ class SharedBlock:
 
 
 def recognise_mlps(
-    model: nn.Module, activations: Collection[Activation] = (Activation.SILU,)
+    model: nn.Module, activations: Collection[Activation] = (Activation.SILU,), *, joined: bool = False
 ) -> dict[nn.Module, Mlp]:
     """The feed-forward parts of a model. One of each kind is tried.
 
@@ -102,11 +109,12 @@ def recognise_mlps(
         model: Its projections may keep their weights anywhere.
         activations: Of the parts that are wanted: of gated ones SiLU, or GELU's approximation by tanh; of
             others the square of ReLU.
+        joined: Those whose gates come from the same projection are wanted too.
     """
     tried: dict[Any, Activation | None] = {}
     found: dict[nn.Module, Mlp] = {}
     for module in model.modules():
-        if not _may_be_mlp(module):
+        if not _may_be_mlp(module) or (not joined and Mlp(module).joined):
             continue
         kind = layer_kind(module), _type_of(module)
         if kind not in tried:
@@ -125,9 +133,10 @@ def recognise_mlps(
 
 def _may_be_mlp(module: Any) -> bool:
     children = dict(module.named_children())
-    projections = [children.get(name) for name in (_UP, _DOWN, *([_GATE] if _GATE in children else []))]
-    if set(children) - {_GATE, _UP, _DOWN, *_ACTIVATIONS} or "forward" in vars(module):
+    names = set(children) - set(_ACTIVATIONS)
+    if names not in ({_UP, _DOWN}, {_GATE, _UP, _DOWN}, set(_JOINED)) or "forward" in vars(module):
         return False
+    projections = [children[name] for name in names]
     if not all(hasattr(each, "in_features") and hasattr(each, "out_features") for each in projections):
         return False
     return not any(parameter is not None for parameter in module._parameters.values())
@@ -165,6 +174,8 @@ def _mlp_agrees_in(dtype: torch.dtype, mlp: Mlp) -> bool:
 def fed(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     """What a feed-forward part computes, by its projections."""
     first, *rest = (module(x) for module in mlp.inputs)
+    if mlp.joined:
+        first, *rest = first.chunk(2, dim=-1)
     active = _FUNCTIONS[mlp.activation](first)
     answer: torch.Tensor = mlp.output(active * rest[0] if rest else active)
     return answer

@@ -70,16 +70,22 @@ def state_step(
     return None if feed is None else step_of(wiring, mixer, feed)
 
 
-def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed) -> NativeStep | None:
+def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed, *, scale: float = 1.0) -> NativeStep | None:
     """The native step of a layer with these parts; ``None`` if its mixer is not native, or they do not fit
     together.
+
+    Args:
+        wiring: Of the layer.
+        mixer: What its mixer is.
+        feed: What follows it.
+        scale: Factor of the mixer's result, before it is added.
     """
     part = getattr(vars(wiring.attention).get("forward"), "__dict__", {}).get("mixer")
     before = native_part(wiring.before)
     if part is None or not isinstance(before, _native.RmsNorm):
         return None
     try:
-        run = mixer.step(before, part, feed.run)
+        run = mixer.step(before, part, feed.run, scale)
     except ValueError:
         return None
 

@@ -23,7 +23,7 @@ from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.native_pass import NativePass
-from moechat.models.decode.native_step import NativeStep, native_part
+from moechat.models.decode.native_step import NativeStep, layer_angles, native_part
 from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.skeleton import base_of
 
@@ -130,7 +130,9 @@ class TogetherPass:
                             layer(
                                 hidden[:, row : row + 1].contiguous(),
                                 past_key_values=cache,
-                                position_embeddings=(cos[:, row : row + 1], sin[:, row : row + 1]),
+                                position_embeddings=layer_angles(
+                                    cos[:, row : row + 1], sin[:, row : row + 1]
+                                ),
                                 use_cache=True,
                             )
                             for row, cache in enumerate(caches)

@@ -26,7 +26,7 @@ from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.decode.native_pass import NativePass
-from moechat.models.decode.native_step import NativeStep
+from moechat.models.decode.native_step import NativeStep, layer_angles
 from moechat.models.decode.probe import probing
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.wiring import MODEL_WRAPPERS, only_calls_layers, uses_only
@@ -44,6 +44,7 @@ _MODEL_NAMES = frozenset(
         *("Gemma4CausalLMOutputWithPast", "shared_kv_states", "shape"),
         *("final_logit_softcapping", "torch", "tanh"),
         "float",  # of Nemotron-H
+        *("logits_scaling", "outputs", "aux_loss"),  # of Granite
         # Until transformers 5.22.
         *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
     }
@@ -204,7 +205,9 @@ def _decode(
         for (layer, step), slot, angles in zip(pairs, cache.layers, each, strict=True):
             out = step.decode(hidden, (slot,), *angles)
             if out is None:
-                out = layer(hidden, past_key_values=cache, position_embeddings=angles, use_cache=True)
+                out = layer(
+                    hidden, past_key_values=cache, position_embeddings=layer_angles(*angles), use_cache=True
+                )
             hidden = out
         return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), past_key_values=cache)
 

@@ -86,17 +86,23 @@ MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.ou
 # Parts of a layer that has only one of a mixer and a feed-forward part, and the names that its code uses.
 _HALVES = ("norm", "mixer")
 _HALF_NAMES = frozenset({*_HALVES, "to", "dtype", "weight", "block_type"})
+# Parts, beside its mixer, of a layer that multiplies the results of both parts, and the names in its code.
+_SCALED = ("input_layernorm", "post_attention_layernorm", "block_sparse_moe")
+_SCALED_NAMES = frozenset(
+    {*_SCALED, "shared_mlp", "residual_multiplier", "has_experts", "self_attn", "mamba"}
+)
 # Names of a model's embedding, of what makes its rotary angles, if there are any, and of its last norm.
 _BASE_PARTS = (
     ("embed_tokens", "rotary_emb", "norm"),
     ("embed_tokens", "pos_emb", "embedding_norm"),
+    ("embed_tokens", "", "norm"),
     ("embeddings", "", "norm_f"),
 )
 # Names in the forward of a model below its head.
 _BASE_NAMES = frozenset(
     {
         *(name for names in _BASE_PARTS for name in names),
-        *("layers", "config", "num_hidden_layers", "layer_types", "block_type"),
+        *("layers", "config", "num_hidden_layers", "layer_types", "block_type", "layers_block_type"),
         *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
         *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
         "create_recurrent_attention_mask",
@@ -104,6 +110,7 @@ _BASE_NAMES = frozenset(
         # Of models that also take pictures, and what they add to hidden states for these.
         *("jit", "is_tracing", "len", "range", "_deepstack_process"),
         *("view", "expand", "ndim"),
+        "embedding_multiplier",  # of Granite
         # Until transformers 5.22, of some families.
         *("BaseModelOutputWithPast", "Qwen3_5MoeModelOutputWithPast", "UserDict", "has_sliding_layers"),
         # Of Gemma 4: angles of each type of layer, and options that its layers' steps exclude.
@@ -257,6 +264,33 @@ def recognise_half(
         return wiring if uses_only(part, ATTENTION_NAMES) and wiring.plain_attention() else None
     router, experts = _router_and_experts(part, is_router)
     return Wiring(norm, nn.Identity(), norm, part, router, experts, gated=False)
+
+
+def recognise_scaled(
+    layer: Any, is_router: Callable[[nn.Module | None], bool], mixers: Container[Any]
+) -> Wiring | None:
+    """The parts of a layer as of :mod:`moechat.models.decode.scaled_layers`; ``None`` if its code does
+    anything else with them.
+
+    Args:
+        layer: Any module.
+        is_router: Whether a module is a router that is known.
+        mixers: Known ones with states, whose own code is not looked at.
+    """
+    parts = dict(layer.named_children())
+    mixer = next((parts.pop(name) for name in (ATTENTION, MAMBA) if name in parts), None)
+    if mixer is None or parts.keys() - {"shared_mlp"} != set(_SCALED) or "forward" in vars(layer):
+        return None
+    if layer.training or not uses_only(layer, _SCALED_NAMES):
+        return None
+    before, after, block = (parts[name] for name in _SCALED)
+    router, experts = _router_and_experts(block, is_router)
+    if router is None:
+        return None
+    wiring = Wiring(before, mixer, after, block, router, experts, gated=False)
+    if mixer in mixers or (uses_only(mixer, ATTENTION_NAMES) and wiring.plain_attention()):
+        return wiring
+    return None
 
 
 def only_calls_layers(base: Any) -> bool:

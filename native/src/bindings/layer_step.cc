@@ -102,10 +102,12 @@ struct MlpObject : PassMlp {
 };
 
 MlpObject make_mlp(const std::string& type, std::optional<Product> gate, Product up, Product down,
-                   const std::string& activation) {
+                   const std::string& activation, bool joined) {
+  if (gate && joined) refuse("a gate beside one that is joined");
   MlpObject mlp{};
   mlp.task.type = element_type(type);
-  mlp.task.gated = gate.has_value();
+  mlp.task.gated = gate.has_value() || joined;
+  mlp.task.joined = joined;
   if (gate) {
     mlp.task.gate = gate->task;
     mlp.kept.push_back(std::move(*gate));
@@ -134,8 +136,9 @@ using MoreNorms = std::tuple<Norm, Norm, Norm, Norm, Address>;
 
 Feed make_feed(const Norm& after, const std::optional<RouterStep>& routing,
                const std::optional<MlpObject>& shared, std::optional<Product> gate,
-               const std::optional<MoreNorms>& norms, float routed_scale, bool ends) {
+               const std::optional<MoreNorms>& norms, float routed_scale, bool ends, float whole_scale) {
   Feed feed{};
+  feed.task.scale = whole_scale;
   feed.task.ends = ends;
   feed.task.routed_scale = routed_scale;
   if (norms) {
@@ -266,9 +269,10 @@ Step make_step(const std::string& type, const Norm& before, Product query, Produ
                const std::optional<std::pair<Norm, Norm>>& head_norms, const Attention& attention,
                std::int64_t angles, std::int64_t width, const Feed& feed,
                const std::optional<Norm>& value_norm, const std::optional<Norm>& output_norm,
-               std::optional<std::pair<Product, bool>> gate) {
+               std::optional<std::pair<Product, bool>> gate, float scale) {
   Step step{};
   LayerStep& task = step.task;
+  task.scale = scale;
   task.type = element_type(type);
   task.hidden = before.task.cols;
   task.before = before.task;
@@ -477,9 +481,10 @@ struct MixedStep : PassStep {
 };
 
 template <class Task>
-MixedStep<Task> make_mixed_step(const Norm& before, const StateMixer<Task>& mixer, const Feed& feed) {
+MixedStep<Task> make_mixed_step(const Norm& before, const StateMixer<Task>& mixer, const Feed& feed,
+                                float scale) {
   MixedStep<Task> step{};
-  step.task = {before.task, mixer.task, feed.task, nullptr};
+  step.task = {before.task, mixer.task, feed.task, nullptr, scale};
   check_state_step(step.task);
   step.kept = mixer.kept;
   step.kept.insert(step.kept.end(), feed.kept.begin(), feed.kept.end());
@@ -537,7 +542,8 @@ template <class Task>
 void define_mixed(py::module_& m, const char* name) {
   using Made = MixedStep<Task>;
   py::class_<Made, PassStep>(m, name)
-      .def(py::init(&make_mixed_step<Task>), py::arg("before"), py::arg("mixer"), py::arg("feed"))
+      .def(py::init(&make_mixed_step<Task>), py::arg("before"), py::arg("mixer"), py::arg("feed"),
+           py::arg("scale") = 1.0f)
       .def("route", &Made::route, py::arg("hidden"), py::arg("states"), py::arg("residual"), py::arg("x"),
            py::arg("index"), py::arg("weights"), py::arg("shared"))
       .def("normalise", &Made::normalise, py::arg("hidden"), py::arg("states"), py::arg("residual"),
@@ -560,11 +566,12 @@ void bind_layer_step(py::module_& m) {
   py::class_<PassMlp>(m, "PassMlp");
   py::class_<MlpObject, PassMlp>(m, "Mlp")
       .def(py::init(&make_mlp), py::arg("type"), py::arg("gate"), py::arg("up"), py::arg("down"),
-           py::arg("activation") = "silu")
+           py::arg("activation") = "silu", py::arg("joined") = false)
       .def("__call__", &MlpObject::run, py::arg("x"), py::arg("tokens"), py::arg("out"));
   py::class_<Feed>(m, "FeedStep")
       .def(py::init(&make_feed), py::arg("after"), py::arg("routing"), py::arg("shared"), py::arg("gate"),
-           py::arg("norms") = py::none(), py::arg("routed_scale") = 1.0f, py::arg("ends") = false)
+           py::arg("norms") = py::none(), py::arg("routed_scale") = 1.0f, py::arg("ends") = false,
+           py::arg("scale") = 1.0f)
       .def("add", &Feed::add, py::arg("x"), py::arg("shared"), py::arg("residual"), py::arg("tokens"));
 
   py::class_<Mixer>(m, "DeltaMixer")
@@ -597,7 +604,7 @@ void bind_layer_step(py::module_& m) {
   step.def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
            py::arg("value"), py::arg("output"), py::arg("gated"), py::arg("head_norms"), py::arg("attention"),
            py::arg("angles"), py::arg("width"), py::arg("feed"), py::arg("value_norm") = py::none(),
-           py::arg("output_norm") = py::none(), py::arg("gate") = py::none());
+           py::arg("output_norm") = py::none(), py::arg("gate") = py::none(), py::arg("scale") = 1.0f);
   define_placed(step);
   py::class_<LatentLayer, PassStep> latent(m, "LatentStep");
   latent.def(py::init(&make_latent), py::arg("before"), py::arg("shortened"), py::arg("query"),

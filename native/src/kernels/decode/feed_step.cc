@@ -1,5 +1,6 @@
 #include "kernels/decode/feed_step.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/decode/step_memory.h"
@@ -9,9 +10,9 @@ namespace moechat {
 namespace {
 
 std::int64_t mlp_bytes(const Mlp& mlp, std::int64_t tokens) {
-  const std::int64_t inner = tokens * mlp.up.rows;
-  return 3 * Arena::bytes_of(inner * 4) + Arena::bytes_of(inner * element_bytes(mlp.type)) +
-         Arena::bytes_of(tokens * mlp.down.rows * 4);
+  const std::int64_t inner = tokens * mlp.inner();
+  return (mlp.joined ? Arena::bytes_of(2 * inner * 4) : 0) + 3 * Arena::bytes_of(inner * 4) +
+         Arena::bytes_of(inner * element_bytes(mlp.type)) + Arena::bytes_of(tokens * mlp.down.rows * 4);
 }
 
 // Both activations are x times the sigmoid of this: tanh(y) = 2 * sigmoid(2 * y) - 1.
@@ -24,7 +25,7 @@ float logit_of(Activation activation, float x) {
 // As run_mlp(), in memory of mlp_bytes().
 void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, void* out) {
   const DecodeKernels& kernel = *kernels().decode;
-  const std::int64_t inner = tokens * mlp.up.rows, rows = tokens * mlp.down.rows;
+  const std::int64_t inner = tokens * mlp.inner(), rows = tokens * mlp.down.rows;
   auto* gate = arena.take<float>(inner * 4);
   auto* up = arena.take<float>(inner * 4);
   auto* factors = arena.take<float>(inner * 4);
@@ -34,7 +35,18 @@ void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, v
     kernel.narrow(mlp.type, values, inner, narrow);
     kernel.widen(mlp.type, narrow, inner, values);
   };
-  multiply(mlp.up, x, tokens, up);
+  if (mlp.joined) {
+    auto* both = arena.take<float>(2 * inner * 4);
+    multiply(mlp.up, x, tokens, both);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const float* from = both + 2 * t * mlp.inner();
+      std::copy(from, from + mlp.inner(), gate + t * mlp.inner());
+      std::copy(from + mlp.inner(), from + 2 * mlp.inner(), up + t * mlp.inner());
+    }
+  } else {
+    multiply(mlp.up, x, tokens, up);
+    if (mlp.gated) multiply(mlp.gate, x, tokens, gate);
+  }
   rounded(up);
   if (!mlp.gated) {
     for (std::int64_t i = 0; i < inner; ++i) {
@@ -46,7 +58,6 @@ void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, v
     kernel.narrow(mlp.type, sums, rows, out);
     return;
   }
-  multiply(mlp.gate, x, tokens, gate);
   rounded(gate);
   for (std::int64_t i = 0; i < inner; ++i) factors[i] = -logit_of(mlp.activation, gate[i]);
   kernel.exponentials(factors, inner, 0.0f);
@@ -59,6 +70,16 @@ void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, v
 }
 
 }  // namespace
+
+void add_scaled(ElementType type, float scale, std::int64_t count, float* x, void* narrow, void* out) {
+  const DecodeKernels& kernel = *kernels().decode;
+  if (scale != 1.0f) {
+    kernel.narrow(type, x, count, narrow);
+    kernel.widen(type, narrow, count, x);
+    for (std::int64_t i = 0; i < count; ++i) x[i] *= scale;
+  }
+  kernel.add(type, x, count, out);
+}
 
 void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow) {
   const DecodeKernels& kernel = *kernels().decode;
@@ -79,10 +100,12 @@ void rounded_softplus(ElementType type, std::int64_t count, float* values, void*
 }
 
 void check_mlp(const Mlp& mlp) {
-  if (mlp.gated) {
+  if (mlp.joined) {
+    require_fit(mlp.gated && mlp.up.rows % 2 == 0, "gate and up");
+  } else if (mlp.gated) {
     require_fit(mlp.gate.cols == mlp.up.cols && mlp.gate.rows == mlp.up.rows, "gate and up");
   }
-  require_fit(mlp.down.cols == mlp.up.rows, "up and down");
+  require_fit(mlp.down.cols == mlp.inner(), "up and down");
   require_fit(mlp.gated ? mlp.activation == Activation::kSilu || mlp.activation == Activation::kGeluTanh
                         : mlp.activation == Activation::kRelu2,
               "activation");
@@ -201,11 +224,15 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = step.after.type;
   const std::int64_t elements = tokens * step.after.cols;
-  if (!step.shares) {
-    kernel.add(type, x, elements, residual);
-    return;
-  }
   const std::int64_t size = element_bytes(type);
+  if (!step.shares) {
+    if (step.scale == 1.0f) return kernel.add(type, x, elements, residual);
+    Arena arena(Arena::bytes_of(elements * size) + Arena::bytes_of(elements * 4));
+    void* narrow = arena.take(elements * size);
+    auto* own = arena.take<float>(elements * 4);
+    std::copy(x, x + elements, own);
+    return add_scaled(type, step.scale, elements, own, narrow, residual);
+  }
   Arena arena(Arena::bytes_of(elements * size) + 2 * Arena::bytes_of(elements * 4));
   void* sums = arena.take(elements * size);
   auto* wide = arena.take<float>(elements * 4);
@@ -226,7 +253,7 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
   kernel.add(type, wide, elements, sums);
   if (step.norms) normalise(step.norms->result);
   kernel.widen(type, sums, elements, wide);
-  kernel.add(type, wide, elements, residual);
+  add_scaled(type, step.scale, elements, wide, sums, residual);
   if (!step.norms) return;
   float scale;
   kernel.widen(type, step.norms->scale, 1, &scale);

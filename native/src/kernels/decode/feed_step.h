@@ -18,8 +18,11 @@ namespace moechat {
 struct Mlp {
   ElementType type;
   bool gated;
-  StepProduct gate, up, down;  // `gate` is unused if not gated
+  bool joined;                 // the rows of `up` are first those of the gate; only if gated
+  StepProduct gate, up, down;  // `gate` is unused if not gated, or joined
   Activation activation;
+
+  std::int64_t inner() const { return joined ? up.rows / 2 : up.rows; }
 };
 
 // Throws std::invalid_argument if the products do not have the sizes of each other, or for another
@@ -46,6 +49,7 @@ struct FeedStep {
   std::optional<RouterScales> scales;  // the router gets the residual then, else the rows of `after`
   std::optional<FeedNorms> norms;
   float routed_scale = 1.0f;  // multiplies what the routed experts give, rounded before and after
+  float scale = 1.0f;         // multiplies the whole result likewise, before it is added to the residual
   bool shares;                // has a shared expert; only with a router
   Mlp shared;
   bool gates;        // the sigmoid of `gate` multiplies the shared expert's result
@@ -74,6 +78,9 @@ void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, 
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
                  void* residual);
 
+// out += rounded(rounded(x) * scale), rounded to `type`; without the product if the scale is 1. Overwrites x.
+// `narrow` holds `count` elements.
+void add_scaled(ElementType type, float scale, std::int64_t count, float* x, void* narrow, void* out);
 // values[i] = sigmoid(values[i]), rounded to `type`. `factors` and `narrow` hold `count` elements.
 void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow);
 // values[i] = log(1 + e^values[i]), likewise.

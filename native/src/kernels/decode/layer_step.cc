@@ -231,7 +231,7 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     kernel.widen(type, rows, hidden, output_sums);
   }
   std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(hidden * size));
-  kernel.add(type, output_sums, hidden, call.residual);
+  add_scaled(type, step.scale, hidden, output_sums, rows, call.residual);
   clock.add(&StepTimes::norms);
 
   FeedRows feed = call.rows;

@@ -43,7 +43,8 @@ struct LayerStep {
   AttendTask attention;                 // type, kv_heads, group, key_dim, value_dim, scale, sinks
   std::int64_t angles, width;           // as RotateTask; both 0: no rotation
   FeedStep feed;
-  StepTimes* times;  // or null: not measured
+  StepTimes* times;    // or null: not measured
+  float scale = 1.0f;  // multiplies what the output projection gives, before it is added
 };
 
 // Where a layer of an attention cache takes the next token. Strides in elements.

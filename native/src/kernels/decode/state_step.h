@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/step_memory.h"
@@ -29,7 +30,8 @@ struct StateStep {
   NormTask before;  // its x and out are unused
   Mixer mixer;
   FeedStep feed;
-  StepTimes* times;  // or null: not measured
+  StepTimes* times;    // or null: not measured
+  float scale = 1.0f;  // multiplies what the mixer gives, before it is added
 };
 
 struct StateStepCall {
@@ -58,9 +60,17 @@ void state_step(const StateStep<Mixer>& step, const StateStepCall& call) {
   StepClock clock(step.times);
   const ElementType type = step.mixer.task.type;
   const std::int64_t elements = call.tokens * step.mixer.output.rows;
+  const std::int64_t size = element_bytes(type);
   const float* sums = mixer_sums(step.mixer, &step.before, call.hidden, call.tokens, call.states, clock);
-  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(elements * element_bytes(type)));
-  kernels().decode->add(type, sums, elements, call.residual);
+  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(elements * size));
+  if (step.scale == 1.0f) {
+    kernels().decode->add(type, sums, elements, call.residual);
+  } else {
+    static thread_local std::vector<float> own;  // an Arena would take the memory of the sums
+    own.assign(sums, sums + elements);
+    Arena arena(Arena::bytes_of(elements * size));
+    add_scaled(type, step.scale, elements, own.data(), arena.take(elements * size), call.residual);
+  }
   clock.add(&StepTimes::projections);
   FeedRows rows = call.rows;
   rows.residual = call.residual;
