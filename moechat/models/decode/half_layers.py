@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ from moechat.models.decode.native_step import (
 )
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.state_steps import StateMixer, step_of
-from moechat.models.decode.wiring import recognise_half
+from moechat.models.decode.wiring import ATTENTION_NAMES, Wiring, router_and_experts, uses_only
 
+# Parts of a layer, and the names that its code uses.
+_PARTS = ("norm", "mixer")
+_NAMES = frozenset({*_PARTS, "to", "dtype", "weight", "block_type"})
 _ATTENTION = "q_proj"
 
 
@@ -39,7 +42,7 @@ def half_step(
         mixers: Those with states of the model.
         blocks: Those of the model that have a shared expert.
     """
-    wiring = recognise_half(layer, is_native_router, mixers)
+    wiring = _recognise(layer, mixers)
     if wiring is None:
         return None
     norm = native_part(wiring.before)
@@ -52,8 +55,32 @@ def half_step(
     return _feed_step(layer, wiring, blocks.get(wiring.mlp))
 
 
-def _feed_step(layer: Any, wiring: Any, block: SharedBlock | None) -> NativeStep | None:
+def _recognise(layer: Any, mixers: Container[nn.Module]) -> Wiring | None:
+    """The parts of a layer ``x + part(norm(x))``; ``None`` if its code does anything else with them. Modules
+    that do nothing stand for those that it does not have.
+
+    Args:
+        layer: Any module.
+        mixers: Known ones with states, whose own code is not looked at.
+    """
+    parts = dict(layer.named_children())
+    if parts.keys() != set(_PARTS) or "forward" in vars(layer) or layer.training:
+        return None
+    if not uses_only(layer, _NAMES):
+        return None
+    norm, part = (parts[name] for name in _PARTS)
+    if part in mixers:
+        return Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
+    if _ATTENTION in part._modules:
+        wiring = Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
+        return wiring if uses_only(part, ATTENTION_NAMES) and wiring.plain_attention() else None
+    router, experts = router_and_experts(part, is_native_router)
+    return Wiring(norm, nn.Identity(), norm, part, router, experts, gated=False)
+
+
+def _feed_step(layer: Any, wiring: Wiring, block: SharedBlock | None) -> NativeStep | None:
     index, weight = getattr(layer, "layer_idx", None), wiring.before.weight
+    assert isinstance(weight, torch.Tensor)
     if type(index) is not int or not EMPTY:
         return None
     try:

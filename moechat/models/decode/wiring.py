@@ -7,7 +7,7 @@ tokens: see :mod:`moechat.models.decode.layer_check`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -83,14 +83,6 @@ _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like"
 _WRAPPERS = frozenset({"transformers.modeling_layers"})
 # Modules of transformers' wrappers around the forward of models.
 MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
-# Parts of a layer that has only one of a mixer and a feed-forward part, and the names that its code uses.
-_HALVES = ("norm", "mixer")
-_HALF_NAMES = frozenset({*_HALVES, "to", "dtype", "weight", "block_type"})
-# Parts, beside its mixer, of a layer that multiplies the results of both parts, and the names in its code.
-_SCALED = ("input_layernorm", "post_attention_layernorm", "block_sparse_moe")
-_SCALED_NAMES = frozenset(
-    {*_SCALED, "shared_mlp", "residual_multiplier", "has_experts", "self_attn", "mamba"}
-)
 # Names of a model's embedding, of what makes its rotary angles, if there are any, and of its last norm.
 _BASE_PARTS = (
     ("embed_tokens", "rotary_emb", "norm"),
@@ -219,11 +211,11 @@ def recognise_wiring(
         gated = uses_only(attention, names | _GATES)
         if not gated and not uses_only(attention, names | _LATENT_NAMES):
             return None
-    router, experts = _router_and_experts(mlp, is_router)
+    router, experts = router_and_experts(mlp, is_router)
     return Wiring(before, attention, after, mlp, router, experts, gated, gate)
 
 
-def _router_and_experts(
+def router_and_experts(
     mlp: nn.Module, is_router: Callable[[nn.Module | None], bool]
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Those of a feed-forward part that has nothing else; else ``None`` for both."""
@@ -238,59 +230,6 @@ def _router_and_experts(
         and not any(parameter is not None for parameter in mlp._parameters.values())
     )
     return (router, experts) if plain else (None, None)
-
-
-def recognise_half(
-    layer: Any, is_router: Callable[[nn.Module | None], bool], mixers: Container[Any]
-) -> Wiring | None:
-    """The parts of a layer ``x + part(norm(x))``; ``None`` if its code does anything else with them. Modules
-    that do nothing stand for those that it does not have.
-
-    Args:
-        layer: Any module.
-        is_router: Whether a module is a router that is known.
-        mixers: Known ones with states, whose own code is not looked at.
-    """
-    parts = dict(layer.named_children())
-    if parts.keys() != set(_HALVES) or "forward" in vars(layer) or layer.training:
-        return None
-    if not uses_only(layer, _HALF_NAMES):
-        return None
-    norm, part = (parts[name] for name in _HALVES)
-    if part in mixers:
-        return Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
-    if set(_INPUTS) <= part._modules.keys():
-        wiring = Wiring(norm, part, norm, nn.Identity(), None, None, gated=False)
-        return wiring if uses_only(part, ATTENTION_NAMES) and wiring.plain_attention() else None
-    router, experts = _router_and_experts(part, is_router)
-    return Wiring(norm, nn.Identity(), norm, part, router, experts, gated=False)
-
-
-def recognise_scaled(
-    layer: Any, is_router: Callable[[nn.Module | None], bool], mixers: Container[Any]
-) -> Wiring | None:
-    """The parts of a layer as of :mod:`moechat.models.decode.scaled_layers`; ``None`` if its code does
-    anything else with them.
-
-    Args:
-        layer: Any module.
-        is_router: Whether a module is a router that is known.
-        mixers: Known ones with states, whose own code is not looked at.
-    """
-    parts = dict(layer.named_children())
-    mixer = next((parts.pop(name) for name in (ATTENTION, MAMBA) if name in parts), None)
-    if mixer is None or parts.keys() - {"shared_mlp"} != set(_SCALED) or "forward" in vars(layer):
-        return None
-    if layer.training or not uses_only(layer, _SCALED_NAMES):
-        return None
-    before, after, block = (parts[name] for name in _SCALED)
-    router, experts = _router_and_experts(block, is_router)
-    if router is None:
-        return None
-    wiring = Wiring(before, mixer, after, block, router, experts, gated=False)
-    if mixer in mixers or (uses_only(mixer, ATTENTION_NAMES) and wiring.plain_attention()):
-        return wiring
-    return None
 
 
 def only_calls_layers(base: Any) -> bool:
