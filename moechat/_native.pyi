@@ -3149,17 +3149,7 @@ class DeltaStep(_StateStep):
     def __init__(self, before: RmsNorm, mixer: DeltaMixer, feed: FeedStep, scale: float = 1.0) -> None: ...
 
 class MambaStep(_StateStep):
-    """A step of a layer with a Mamba-2 mixer.
-
-    Args:
-        before: Norm of the hidden state.
-        mixer: The mixer.
-        feed: What follows it.
-        scale: Factor of the mixer's result, before it is added.
-
-    Raises:
-        ValueError: The parts do not fit together.
-    """
+    """As :class:`DeltaStep`, of a layer with a Mamba-2 mixer."""
 
     def __init__(self, before: RmsNorm, mixer: MambaMixer, feed: FeedStep, scale: float = 1.0) -> None: ...
 
@@ -3201,17 +3191,7 @@ class ShortConvMixer:
         """
 
 class ShortConvStep(_StateStep):
-    """A step of a layer with a gated short convolution, whose ``state`` is 0.
-
-    Args:
-        before: Norm of the hidden state.
-        mixer: The convolution.
-        feed: What follows it.
-        scale: Factor of the mixer's result, before it is added.
-
-    Raises:
-        ValueError: The parts do not fit together.
-    """
+    """As :class:`DeltaStep`, of a layer with a gated short convolution, whose ``state`` is 0."""
 
     def __init__(
         self, before: RmsNorm, mixer: ShortConvMixer, feed: FeedStep, scale: float = 1.0

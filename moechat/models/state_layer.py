@@ -88,6 +88,12 @@ def _same(found: Any, wanted: dict[int, Any]) -> bool:
     return found.keys() == wanted.keys() and all(found[number] is value for number, value in wanted.items())
 
 
+def layer_in(cache: Any, index: int) -> Any:
+    """A layer of an attention cache; ``None`` if it has none of this index, or there is no cache."""
+    layers = getattr(cache, "layers", ())
+    return layers[index] if index < len(layers) else None
+
+
 def token_states(
     layer: Any, before_shape: tuple[int, ...], state_shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:

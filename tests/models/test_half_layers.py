@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_family
+from layer_steps_support import PROMPT, TOKENS, assert_steps_equal_their_parts, decode, layers_of
 from tiny import write_tiny_checkpoint
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
 import moechat
 from moechat import _native
-from moechat.models.cache_states import tensors_of
 from moechat.models.decode.half_layers import half_step
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.native_step import NativeStep, native_part
 
 Engine = Any
-TOKENS = [5, 17, 3, 80, 44, 9, 21, 70]
 # The layers of the tiny model: Mamba-2, routed and shared experts, attention without rotation, feed-forward.
 STEPS = [_native.MambaStep, _native.FeedLayer, _native.LayerStep, _native.FeedLayer]
 
@@ -38,20 +37,8 @@ def engine(tmp_path: Path, moechat_home: Path) -> Iterator[Engine]:
         yield loaded
 
 
-def layers_of(engine: Engine) -> list[Any]:
-    return list(engine.loaded.model.model.layers)
-
-
 def steps_of(engine: Engine) -> list[NativeStep]:
     return [vars(layer)["forward"].kept for layer in layers_of(engine)]
-
-
-def decode(engine: Engine) -> list[torch.Tensor]:
-    cache, rows = engine.decoder.new_cache(), []
-    for part in [TOKENS[:4], *([token] for token in TOKENS[4:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
-        rows.append(out.logits[0, -1].clone())
-    return [*rows, *(tensor.clone() for layer in cache.layers for tensor in tensors_of(layer))]
 
 
 @pytest.mark.parametrize("dense_bits", [16, 4])
@@ -60,15 +47,7 @@ def test_native_steps_equal_their_parts_bitwise(
     dtype: str, dense_bits: int, tmp_path: Path, moechat_home: Path
 ) -> None:
     with moechat.load(checkpoint(tmp_path), bits=16, dtype=dtype, dense_bits=dense_bits) as engine:
-        native = engine.loaded.native_modules
-        assert native.whole
-        assert [type(step.run) for step in steps_of(engine)] == STEPS
-        joined = decode(engine)
-        del vars(engine.loaded.model)["forward"]
-        assert all(map(torch.equal, joined, decode(engine))), "layer by layer"
-        for layer in layers_of(engine):
-            del vars(layer)["forward"]
-        assert all(map(torch.equal, joined, decode(engine))), "part by part"
+        assert_steps_equal_their_parts(engine, STEPS)
 
 
 def test_a_hook_on_a_part_is_called(engine: Engine) -> None:
@@ -76,15 +55,15 @@ def test_a_hook_on_a_part_is_called(engine: Engine) -> None:
     for layer in layers_of(engine):
         layer.norm.register_forward_hook(lambda *given: calls.append(given))
     decode(engine)
-    assert len(calls) == len(STEPS) * (1 + len(TOKENS[4:]))
+    assert len(calls) == len(STEPS) * (1 + len(TOKENS[PROMPT:]))
 
 
 def test_layers_that_compute_anything_else_are_left_alone(engine: Engine) -> None:
-    class Louder(NemotronHBlock):  # type: ignore[misc]
+    class Louder(NemotronHBlock):
         def forward(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
             return super().forward(hidden_states, **named) * 1.01
 
-    class Twice(NemotronHBlock):  # type: ignore[misc]
+    class Twice(NemotronHBlock):
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
             normed = self.norm(hidden_states)
             return hidden_states + self.mixer(normed) + self.mixer(normed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_decode_parts
@@ -109,6 +110,37 @@ def test_masks_with_gaps_and_too_many_heads_are_refused() -> None:
         attend(query, key[..., :19, :], value[..., :19, :], 0.25)
 
 
+def assert_prompts_do_not_call(
+    module: Any,
+    name: str,
+    config: Any,
+    tokens: list[int],
+    dtype: str,
+    directory: Path,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """Logits of a prompt do not call a function, and are as near to those of float32 as with it."""
+    # All experts, since rounding would choose others where two are nearly alike.
+    config.num_experts_per_tok = getattr(config, "num_local_experts", None) or config.num_experts
+    write_tiny_checkpoint(directory, config)
+    with moechat.load(directory, bits=16, dtype=dtype) as engine:
+        ours = engine.logits(tokens)
+
+        def forbidden(*_: object, **__: object) -> None:
+            raise AssertionError("called")
+
+        with patch.context() as forbidding:
+            forbidding.setattr(module, name, forbidden)
+            assert torch.equal(engine.logits(tokens), ours)
+        engine.loaded.native_modules.undo()
+        theirs = engine.logits(tokens)
+    with moechat.load(directory, bits=16, dtype="float32") as engine:
+        engine.loaded.native_modules.undo()
+        exact = engine.logits(tokens)
+    error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
+    assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
 def test_prompts_do_not_call_torch_s_attention(
@@ -116,27 +148,11 @@ def test_prompts_do_not_call_torch_s_attention(
 ) -> None:
     if attention._torch_uses_amx(getattr(torch, dtype)):
         pytest.skip("on this processor bfloat16 is left to torch")
+    tokens, name = [(7 * i) % 50 + 3 for i in range(40)], "scaled_dot_product_attention"
     config = tiny_config(family)
-    # All experts, since rounding would choose others where two are nearly alike.
-    config.num_experts_per_tok = getattr(config, "num_local_experts", None) or config.num_experts
-    write_tiny_checkpoint(tmp_path / "model", config)
-    tokens = [(7 * i) % 50 + 3 for i in range(40)]
-    with moechat.load(tmp_path / "model", bits=16, dtype=dtype) as engine:
-        ours = engine.logits(tokens)
-
-        def forbidden(*_: object, **__: object) -> None:
-            raise AssertionError("called")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", forbidden)
-            assert torch.equal(engine.logits(tokens), ours)
-        engine.loaded.native_modules.undo()
-        theirs = engine.logits(tokens)
-    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
-        engine.loaded.native_modules.undo()
-        exact = engine.logits(tokens)
-    error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
-    assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+    assert_prompts_do_not_call(
+        torch.nn.functional, name, config, tokens, dtype, tmp_path / "model", monkeypatch
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,26 +160,9 @@ def test_prompts_with_sinks_do_not_call_the_family_s_attention(
     dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gpt-oss has windows and sinks, and masks of numbers that are added to scores."""
-    config = tiny_config("gpt_oss")
-    config.num_experts_per_tok = config.num_local_experts
-    write_tiny_checkpoint(tmp_path / "model", config)
+    config, name = tiny_config("gpt_oss"), "eager_attention_forward"
     tokens = [(7 * i) % 50 + 3 for i in range(3 * config.sliding_window + 5)]
-    with moechat.load(tmp_path / "model", bits=16, dtype=dtype) as engine:
-        ours = engine.logits(tokens)
-
-        def forbidden(*_: object, **__: object) -> None:
-            raise AssertionError("called")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(modeling_gpt_oss, "eager_attention_forward", forbidden)
-            assert torch.equal(engine.logits(tokens), ours)
-        engine.loaded.native_modules.undo()
-        theirs = engine.logits(tokens)
-    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
-        engine.loaded.native_modules.undo()
-        exact = engine.logits(tokens)
-    error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
-    assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+    assert_prompts_do_not_call(modeling_gpt_oss, name, config, tokens, dtype, tmp_path / "model", monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

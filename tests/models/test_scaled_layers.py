@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_family
+from layer_steps_support import assert_steps_equal_their_parts, layers_of
 from tiny import write_tiny_checkpoint
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridDecoderLayer
 
 import moechat
 from moechat import _native
-from moechat.models.cache_states import tensors_of
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.native_step import native_part
 from moechat.models.decode.scaled_layers import scaled_step
 
 Engine = Any
-TOKENS = [5, 17, 3, 80, 44, 9, 21, 70]
 MAMBA, ATTENTION = _native.MambaStep, _native.LayerStep
 STEPS = {
     "granitemoehybrid": [MAMBA, ATTENTION] * 2,  # attention does not rotate
@@ -40,18 +39,6 @@ def checkpoint(directory: Path, family: str, **more: Any) -> Path:
     return directory / "model"
 
 
-def layers_of(engine: Engine) -> list[Any]:
-    return list(engine.loaded.model.model.layers)
-
-
-def decode(engine: Engine) -> list[torch.Tensor]:
-    cache, rows = engine.decoder.new_cache(), []
-    for part in [TOKENS[:4], *([token] for token in TOKENS[4:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
-        rows.append(out.logits[0, -1].clone())
-    return [*rows, *(tensor.clone() for layer in cache.layers for tensor in tensors_of(layer))]
-
-
 @pytest.mark.parametrize("dense_bits", [16, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", list(STEPS))
@@ -60,33 +47,21 @@ def test_native_steps_equal_their_parts_bitwise(
 ) -> None:
     path = checkpoint(tmp_path, family)
     with moechat.load(path, bits=16, dtype=dtype, dense_bits=dense_bits) as engine:
-        assert engine.loaded.native_modules.whole
-        assert [type(vars(layer)["forward"].kept.run) for layer in layers_of(engine)] == STEPS[family]
-        joined = decode(engine)
-        del vars(engine.loaded.model)["forward"]
-        assert all(map(torch.equal, joined, decode(engine))), "layer by layer"
-        for layer in layers_of(engine):
-            del vars(layer)["forward"]
-        assert all(map(torch.equal, joined, decode(engine))), "part by part"
+        assert_steps_equal_their_parts(engine, STEPS[family])
 
 
 def test_attention_of_a_hybrid_may_rotate(tmp_path: Path, moechat_home: Path) -> None:
     path = checkpoint(tmp_path, "granitemoehybrid", position_embedding_type="rope")
     with moechat.load(path, bits=16, dtype="float32") as engine:
-        assert engine.loaded.native_modules.whole
-        joined = decode(engine)
-        del vars(engine.loaded.model)["forward"]
-        for layer in layers_of(engine):
-            del vars(layer)["forward"]
-        assert all(map(torch.equal, joined, decode(engine)))
+        assert_steps_equal_their_parts(engine, STEPS["granitemoehybrid"])
 
 
 def test_a_layer_that_computes_anything_else_is_left_alone(tmp_path: Path, moechat_home: Path) -> None:
-    class Clips(GraniteMoeHybridDecoderLayer):  # type: ignore[misc]
+    class Clips(GraniteMoeHybridDecoderLayer):
         def forward(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
             return super().forward(hidden_states, **named).clamp(-1, 1)
 
-    class OneFactor(GraniteMoeHybridDecoderLayer):  # type: ignore[misc]
+    class OneFactor(GraniteMoeHybridDecoderLayer):
         def forward(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
             named = {"attention_mask": None, "past_key_values": named["past_key_values"]}
             mixed, _ = self.self_attn(self.input_layernorm(hidden_states), **named)

@@ -18,12 +18,11 @@ from transformers.cache_utils import DynamicCache
 from moechat import _native
 from moechat.models.decode.gated_delta import UNIT_EPS
 from moechat.models.decode.layer_kind import agreeing_modules
+from moechat.models.decode.mixer_forward import States, mixer_forward
 from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
-from moechat.models.decode.products import is_sequence
 from moechat.models.decode.stand_ins import random_projections
-from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer, begun_states, token_states
+from moechat.models.state_layer import StateLayer, begun_states, layer_in, token_states
 
 _MIXED = ("q_proj", "k_proj", "v_proj")
 _GATES, _BETA, _OUTPUT = ("g_a_proj", "g_b_proj"), "b_proj", "o_proj"
@@ -61,15 +60,12 @@ class ChannelDelta:
         """States of the convolution ``[1, 3 * width, taps]`` and, in float32, of the heads ``[1, heads, dim,
         dim]``; ``None``: before the first token, or of another shape.
         """
-        layers = getattr(cache, "layers", ())
-        return token_states(layers[self.index], *self._shapes) if self.index < len(layers) else None
+        return token_states(layer_in(cache, self.index), *self._shapes)
 
     def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`; before the first token the cache gets states of zeros."""
-        layers = getattr(cache, "layers", ())
-        if self.index >= len(layers):
-            return None
-        return begun_states(layers[self.index], *self._shapes, self.mixer._modules[_CONV].weight.dtype)
+        dtype = self.mixer._modules[_CONV].weight.dtype
+        return begun_states(layer_in(cache, self.index), *self._shapes, dtype)
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -234,30 +230,16 @@ def native_channel_delta(delta: ChannelDelta) -> Callable[..., Any] | None:
         )
     except ValueError:
         return None
-    own, hooks, begun_in, output = mixer.forward, delta.hooks(), delta.begun_in, mixer._modules[_OUTPUT]
-    hidden_size, rows_of = mixer._modules[_MIXED[0]].in_features, delta.rows
+    output, rows_of = mixer._modules[_OUTPUT], delta.rows
 
-    def forward(
-        hidden_states: torch.Tensor,
-        cache_params: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **named: Any,
-    ) -> Any:
-        states = None
-        if (
-            is_sequence(hidden_states, hidden_size, dtype)
-            and attention_mask is None
-            and not any(hooks)
-            and only_known_arguments(named)
-        ):
-            states = begun_in(cache_params)
-        if states is None or states[0].dtype is not dtype:
-            return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        tokens, rows = hidden_states.shape[1], [row.contiguous() for row in rows_of(hidden_states)]
+    def compute(hidden: torch.Tensor, states: States, _: bool) -> torch.Tensor:
+        tokens, rows = hidden.shape[1], [row.contiguous() for row in rows_of(hidden)]
         addresses, cols = [row.data_ptr() for row in rows], [row.shape[-1] for row in rows]
         out = torch.empty((1, tokens, width), dtype=dtype)
         run.many(tokens, addresses, cols, states[0].data_ptr(), states[1].data_ptr(), out.data_ptr())
-        return output(out)
+        result: torch.Tensor = output(out)
+        return result
 
+    forward = mixer_forward(delta, mixer._modules[_MIXED[0]].in_features, dtype, compute)
     forward.__dict__["weights"] = (taps, norm, log_rates, biases)  # keeps the memory alive that ``run`` reads
     return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from moechat.models.decode.layers import step_with_attention
 from moechat.models.decode.native_step import (
     NativeStep,
     Places,
+    decode_with_states,
     ended_feed,
     forwards_of,
     is_native_router,
@@ -90,12 +91,8 @@ def _feed_step(layer: Any, wiring: Wiring, block: SharedBlock | None) -> NativeS
         run = _native.FeedLayer(feed.run)
     except ValueError:  # the shapes of the parts do not match
         return None
-    finish, empty_like = feed.finish(run, weight.shape[0], weight.dtype), torch.empty_like
+    finish = feed.finish(run, weight.shape[0], weight.dtype)
     places = Places(lambda slot: () if type(slot) in EMPTY else None, lambda place: place)
-
-    def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
-        found = places.find_all(slots)
-        return None if found is None else finish((hidden.data_ptr(), found), empty_like(hidden))
 
     return NativeStep(
         wiring=wiring,
@@ -107,7 +104,7 @@ def _feed_step(layer: Any, wiring: Wiring, block: SharedBlock | None) -> NativeS
         index=index,
         slots=EMPTY,
         exact=feed.exact,
-        decode=decode,
+        decode=decode_with_states(finish, places),
         places=places,
         first_slot=lambda *_: EMPTY[0](),
         keeps=forwards_of(wiring),

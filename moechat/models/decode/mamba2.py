@@ -25,7 +25,7 @@ from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
 from moechat.models.element_types import ELEMENTS
-from moechat.models.state_layer import StateLayer, begun_states, token_states
+from moechat.models.state_layer import StateLayer, begun_states, layer_in, token_states
 
 _PROJECTIONS = ("in_proj", "out_proj")
 _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size", "layer_idx")
@@ -92,8 +92,7 @@ class Mamba2:
         """States of the convolution ``[1, channels, taps]`` and of the heads ``[1, heads, head_dim,
         state_size]``, float32; ``None``: before the first token, or of another shape.
         """
-        layers = getattr(cache, "layers", ())
-        return self.states_in(layers[self.index]) if self.index < len(layers) else None
+        return self.states_in(layer_in(cache, self.index))
 
     def states_in(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`, of the layer of a cache."""
@@ -101,10 +100,7 @@ class Mamba2:
 
     def begun_in(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`states_of`; before the first token the cache gets states of zeros."""
-        layers = getattr(cache, "layers", ())
-        if self.index >= len(layers):
-            return None
-        return begun_states(layers[self.index], *self.shapes, self.mixer.conv1d.weight.dtype)
+        return begun_states(layer_in(cache, self.index), *self.shapes, self.mixer.conv1d.weight.dtype)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

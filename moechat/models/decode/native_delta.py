@@ -11,16 +11,15 @@ import torch
 
 from moechat import _native
 from moechat.models.decode.gated_delta import GatedDelta
-from moechat.models.decode.products import is_sequence, native_products
+from moechat.models.decode.mixer_forward import States, mixer_forward
+from moechat.models.decode.products import native_products
 from moechat.models.decode.state_steps import StateMixer
-from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer
 
 Forward = Callable[..., Any]
-_States = tuple[torch.Tensor, torch.Tensor]
 # (hidden states, states) -> result.
-_Step = Callable[[torch.Tensor, _States], torch.Tensor]
+_Step = Callable[[torch.Tensor, States], torch.Tensor]
 
 
 def native_delta(delta: GatedDelta) -> Forward | None:
@@ -29,27 +28,12 @@ def native_delta(delta: GatedDelta) -> Forward | None:
     if steps is None:
         return None
     one, many = steps
-    own, hooks, begun_in = delta.mixer.forward, delta.hooks(), delta.begun_in
     dtype, hidden_size = delta.parameters()[0].dtype, delta.projections[0].in_features
 
-    def forward(
-        hidden_states: torch.Tensor,
-        cache_params: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **named: Any,
-    ) -> Any:
-        states = None
-        if (
-            is_sequence(hidden_states, hidden_size, dtype)
-            and attention_mask is None
-            and not any(hooks)
-            and only_known_arguments(named)
-        ):
-            states = begun_in(cache_params)
-        if states is None or states[0].dtype is not dtype:
-            return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
-        return (one if hidden_states.shape[1] == 1 else many)(hidden_states, states)
+    def compute(hidden: torch.Tensor, states: States, _: bool) -> torch.Tensor:
+        return (one if hidden.shape[1] == 1 else many)(hidden, states)
 
+    forward = mixer_forward(delta, hidden_size, dtype, compute)
     forward.__dict__["mixer"] = one.__dict__.get("mixer")
     return forward
 
@@ -99,7 +83,7 @@ def _steps(delta: GatedDelta) -> tuple[_Step, _Step] | None:
     sources = [place.source for place in (delta.q, delta.gate, delta.beta, delta.decay)]
     projections, output, width = delta.projections, delta.output, delta.v_heads * delta.v_dim
 
-    def between(hidden: torch.Tensor, states: _States) -> torch.Tensor:
+    def between(hidden: torch.Tensor, states: States) -> torch.Tensor:
         tokens = hidden.shape[1]
         rows = [module(hidden).contiguous() for module in projections]
         out = torch.empty((1, tokens, width), dtype=hidden.dtype)
@@ -119,7 +103,7 @@ def _steps(delta: GatedDelta) -> tuple[_Step, _Step] | None:
     except ValueError:
         return None
 
-    def whole(hidden: torch.Tensor, states: _States) -> torch.Tensor:
+    def whole(hidden: torch.Tensor, states: States) -> torch.Tensor:
         out = torch.empty_like(hidden)
         before, state = states
         mixer(hidden.data_ptr(), before.data_ptr(), state.data_ptr(), out.data_ptr())

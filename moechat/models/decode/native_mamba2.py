@@ -9,9 +9,9 @@ import torch
 
 from moechat import _native
 from moechat.models.decode.mamba2 import Mamba2
-from moechat.models.decode.products import is_sequence, native_products
+from moechat.models.decode.mixer_forward import States, mixer_forward
+from moechat.models.decode.products import native_products
 from moechat.models.decode.state_steps import StateMixer
-from moechat.models.decode.wiring import only_known_arguments
 from moechat.models.element_types import ELEMENTS
 from moechat.models.state_layer import StateLayer
 
@@ -43,37 +43,21 @@ def native_mamba2(mamba: Mamba2) -> Callable[..., Any] | None:
         )
     except ValueError:
         return None
-    own, hooks, states_of, begun_in = mamba.mixer.forward, mamba.hooks(), mamba.states_of, mamba.begun_in
     (first, last), limits = mamba.projections, mamba.limits
 
-    def forward(
-        hidden_states: torch.Tensor,
-        cache_params: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **named: Any,
-    ) -> Any:
-        states, many = None, False
-        if (
-            is_sequence(hidden_states, hidden_size, dtype)
-            and attention_mask is None
-            and not any(hooks)
-            and only_known_arguments(named)
-        ):
-            found = states_of(cache_params)
-            many = found is None or hidden_states.shape[1] > 1
-            states = begun_in(cache_params) if found is None else found
-        if states is None or states[0].dtype is not dtype:
-            return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
+    def compute(hidden: torch.Tensor, states: States, fresh: bool) -> torch.Tensor:
         before, state = (each.data_ptr() for each in states)
-        if not many:
-            out = torch.empty_like(hidden_states)
-            run(hidden_states.data_ptr(), before, state, out.data_ptr())
+        tokens = hidden.shape[1]
+        if tokens == 1 and not fresh:  # the limits do not hold then
+            out = torch.empty_like(hidden)
+            run(hidden.data_ptr(), before, state, out.data_ptr())
             return out
-        tokens, rows = hidden_states.shape[1], first(hidden_states).contiguous()
-        made = torch.empty((1, tokens, inner), dtype=dtype)
+        rows, made = first(hidden).contiguous(), torch.empty((1, tokens, inner), dtype=dtype)
         run.many(tokens, rows.data_ptr(), before, state, made.data_ptr(), limits)
-        return last(made)
+        result: torch.Tensor = last(made)
+        return result
 
+    forward = mixer_forward(mamba, hidden_size, dtype, compute)
     forward.__dict__["weights"] = (weights, bias)  # keeps the memory alive that ``run`` reads
     forward.__dict__["mixer"] = run
     return forward

@@ -324,6 +324,22 @@ def key_places(slots: tuple[type, ...], shape: tuple[int, int, torch.dtype, int]
     return Places(find, lambda layer: layer.append_place())
 
 
+def decode_with_states(finish: Finish, places: Places) -> Decode:
+    """:attr:`NativeStep.decode` of a step that gets what its places are, without angles.
+
+    Args:
+        finish: Of :meth:`Feed.finish`.
+        places: Of the step.
+    """
+    empty_like, find_all = torch.empty_like, places.find_all
+
+    def decode(hidden: torch.Tensor, layers: Sequence[Any], *_: torch.Tensor) -> Any:
+        found = find_all(layers)
+        return None if found is None else finish((hidden.data_ptr(), found), empty_like(hidden))
+
+    return decode
+
+
 def decode_at_places(finish: Finish, places: Places) -> Decode:
     """:attr:`NativeStep.decode` of a step that appends keys and values to layers of caches.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from moechat.models.decode.native_step import (
     Feed,
     NativeStep,
     Places,
+    decode_with_states,
     forwards_of,
     is_native_router,
     native_feed,
@@ -94,12 +95,8 @@ def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed, *, scale: float = 1.0
         mixer.fill(slot, generator)
         return slot
 
-    finish, empty_like = feed.finish(run, mixer.hidden_size, mixer.dtype), torch.empty_like
+    finish = feed.finish(run, mixer.hidden_size, mixer.dtype)
     places = Places(mixer.places, lambda place: place)
-
-    def decode(hidden: torch.Tensor, slots: Sequence[Any], *_: torch.Tensor) -> Any:
-        found = places.find_all(slots)
-        return None if found is None else finish((hidden.data_ptr(), found), empty_like(hidden))
 
     return NativeStep(
         wiring=wiring,
@@ -111,7 +108,7 @@ def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed, *, scale: float = 1.0
         index=mixer.index,
         slots=(StateLayer,),
         exact=feed.exact,
-        decode=decode,
+        decode=decode_with_states(finish, places),
         places=places,
         first_slot=first_slot,
         keeps=(part, *forwards_of(wiring)),

@@ -516,7 +516,7 @@ struct FeedLayer : PassStep {
     const ReleaseGil released;
     run(tokens, at(hidden), nullptr, nullptr, {}, at(residual), rows);
   }
-  // places: one for each token, as of other steps; what they are is not looked at.
+  // places: one for each token, as of other steps; only their number matters.
   void route(Address hidden, const py::sequence& places, Address residual, Address x, Address index,
              Address weights, Address shared) const {
     require_router(task, true);

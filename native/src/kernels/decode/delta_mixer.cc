@@ -38,8 +38,8 @@ void check_mixer(const DeltaMixer& mixer) {
   require_fit(mixer.output.cols == task.k_heads * values, "the last projection");
 }
 
-const float* mixer_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hidden,
-                        std::int64_t tokens, const MixerStates* states, StepClock& clock) {
+float* mixer_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hidden, std::int64_t tokens,
+                  const MixerStates* states, StepClock& clock) {
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = mixer.task.type;
   const std::int64_t size = element_bytes(type);

@@ -19,7 +19,7 @@ struct DeltaMixer {
 
 // Throws std::invalid_argument if the products do not have the sizes of the task.
 void check_mixer(const DeltaMixer& mixer);
-const float* mixer_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hidden,
-                        std::int64_t tokens, const MixerStates* states, StepClock& clock);
+float* mixer_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hidden, std::int64_t tokens,
+                  const MixerStates* states, StepClock& clock);
 
 }  // namespace moechat

@@ -71,14 +71,11 @@ void mlp_in(Arena& arena, const Mlp& mlp, const float* x, std::int64_t tokens, v
 
 }  // namespace
 
-void add_scaled(ElementType type, float scale, std::int64_t count, float* x, void* narrow, void* out) {
-  const DecodeKernels& kernel = *kernels().decode;
-  if (scale != 1.0f) {
-    kernel.narrow(type, x, count, narrow);
-    kernel.widen(type, narrow, count, x);
-    for (std::int64_t i = 0; i < count; ++i) x[i] *= scale;
-  }
-  kernel.add(type, x, count, out);
+void scale_rounded(ElementType type, float scale, std::int64_t count, float* values, void* narrow) {
+  if (scale == 1.0f) return;
+  kernels().decode->narrow(type, values, count, narrow);
+  kernels().decode->widen(type, narrow, count, values);
+  for (std::int64_t i = 0; i < count; ++i) values[i] *= scale;
 }
 
 void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow) {
@@ -231,7 +228,8 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
     void* narrow = arena.take(elements * size);
     auto* own = arena.take<float>(elements * 4);
     std::copy(x, x + elements, own);
-    return add_scaled(type, step.scale, elements, own, narrow, residual);
+    scale_rounded(type, step.scale, elements, own, narrow);
+    return kernel.add(type, own, elements, residual);
   }
   Arena arena(Arena::bytes_of(elements * size) + 2 * Arena::bytes_of(elements * 4));
   void* sums = arena.take(elements * size);
@@ -253,7 +251,8 @@ void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, cons
   kernel.add(type, wide, elements, sums);
   if (step.norms) normalise(step.norms->result);
   kernel.widen(type, sums, elements, wide);
-  add_scaled(type, step.scale, elements, wide, sums, residual);
+  scale_rounded(type, step.scale, elements, wide, sums);
+  kernel.add(type, wide, elements, residual);
   if (!step.norms) return;
   float scale;
   kernel.widen(type, step.norms->scale, 1, &scale);

@@ -78,9 +78,8 @@ void feed_step(const FeedStep& step, std::int64_t tokens, const FeedRows& rows, 
 void add_experts(const FeedStep& step, std::int64_t tokens, const float* x, const void* shared,
                  void* residual);
 
-// out += rounded(rounded(x) * scale), rounded to `type`; without the product if the scale is 1. Overwrites x.
-// `narrow` holds `count` elements.
-void add_scaled(ElementType type, float scale, std::int64_t count, float* x, void* narrow, void* out);
+// values[i] = rounded(values[i]) * scale, unless that is 1. `narrow` holds `count` elements.
+void scale_rounded(ElementType type, float scale, std::int64_t count, float* values, void* narrow);
 // values[i] = sigmoid(values[i]), rounded to `type`. `factors` and `narrow` hold `count` elements.
 void rounded_sigmoids(ElementType type, std::int64_t count, float* values, float* factors, void* narrow);
 // values[i] = log(1 + e^values[i]), likewise.

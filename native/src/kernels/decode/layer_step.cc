@@ -231,7 +231,8 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
     kernel.widen(type, rows, hidden, output_sums);
   }
   std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(hidden * size));
-  add_scaled(type, step.scale, hidden, output_sums, rows, call.residual);
+  scale_rounded(type, step.scale, hidden, output_sums, rows);
+  kernel.add(type, output_sums, hidden, call.residual);
   clock.add(&StepTimes::norms);
 
   FeedRows feed = call.rows;

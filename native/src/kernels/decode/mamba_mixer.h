@@ -14,7 +14,7 @@ struct MambaMixer {
 
 // Throws std::invalid_argument if the products do not have the sizes of the task.
 void check_mixer(const MambaMixer& mixer);
-const float* mixer_sums(const MambaMixer& mixer, const NormTask* norm, const void* hidden,
-                        std::int64_t tokens, const MixerStates* states, StepClock& clock);
+float* mixer_sums(const MambaMixer& mixer, const NormTask* norm, const void* hidden, std::int64_t tokens,
+                  const MixerStates* states, StepClock& clock);
 
 }  // namespace moechat

@@ -15,7 +15,7 @@ struct ShortConvMixer {
 
 // Throws std::invalid_argument if the products do not have the sizes of the task.
 void check_mixer(const ShortConvMixer& mixer);
-const float* mixer_sums(const ShortConvMixer& mixer, const NormTask* norm, const void* hidden,
-                        std::int64_t tokens, const MixerStates* states, StepClock& clock);
+float* mixer_sums(const ShortConvMixer& mixer, const NormTask* norm, const void* hidden, std::int64_t tokens,
+                  const MixerStates* states, StepClock& clock);
 
 }  // namespace moechat

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/step_memory.h"
@@ -42,6 +41,47 @@ struct StateStepCall {
   FeedRows rows;              // outputs; its residual is unused
 };
 
+// mixer_sums() of a mixer between two projections, mixer.input and mixer.output: between(row, states, result)
+// computes a token there.
+template <class Mixer, class Between>
+float* sums_of_two_projections(const Mixer& mixer, const NormTask* norm, const void* hidden,
+                               std::int64_t tokens, const MixerStates* states, StepClock& clock,
+                               const Between& between) {
+  const DecodeKernels& kernel = *kernels().decode;
+  const ElementType type = mixer.task.type;
+  const std::int64_t size = element_bytes(type);
+  // Elements of a token, and of all tokens.
+  const std::int64_t row_cols = mixer.input.rows, made_cols = mixer.output.cols;
+  const std::int64_t width = tokens * mixer.input.cols, rows = tokens * row_cols, made = tokens * made_cols;
+  const std::int64_t widest = width > made ? width : made, most = rows > width ? rows : width;
+  Arena arena(Arena::bytes_of(widest * 4) + Arena::bytes_of(most * 4) + Arena::bytes_of(width * size) +
+              Arena::bytes_of(rows * size) + Arena::bytes_of(made * size));
+  auto* wide = arena.take<float>(widest * 4);
+  auto* sums = arena.take<float>(most * 4);
+  void* normed = arena.take(width * size);
+  auto* row = arena.take<unsigned char>(rows * size);
+  auto* results = arena.take<unsigned char>(made * size);
+  if (norm != nullptr) {
+    NormTask task = *norm;
+    task.x = hidden;
+    task.out = normed;
+    rms_norm(task, tokens);
+    hidden = normed;
+  }
+  kernel.widen(type, hidden, width, wide);
+  clock.add(&StepTimes::norms);
+  multiply(mixer.input, wide, tokens, sums);
+  kernel.narrow(type, sums, rows, row);
+  clock.add(&StepTimes::projections);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    between(row + t * row_cols * size, states[t], results + t * made_cols * size);
+  }
+  clock.add(&StepTimes::attention);
+  kernel.widen(type, results, made, wide);
+  multiply(mixer.output, wide, tokens, sums);
+  return sums;
+}
+
 // Throws std::invalid_argument if the sizes of the parts do not match.
 template <class Mixer>
 void check_state_step(const StateStep<Mixer>& step) {
@@ -60,17 +100,10 @@ void state_step(const StateStep<Mixer>& step, const StateStepCall& call) {
   StepClock clock(step.times);
   const ElementType type = step.mixer.task.type;
   const std::int64_t elements = call.tokens * step.mixer.output.rows;
-  const std::int64_t size = element_bytes(type);
-  const float* sums = mixer_sums(step.mixer, &step.before, call.hidden, call.tokens, call.states, clock);
-  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(elements * size));
-  if (step.scale == 1.0f) {
-    kernels().decode->add(type, sums, elements, call.residual);
-  } else {
-    static thread_local std::vector<float> own;  // an Arena would take the memory of the sums
-    own.assign(sums, sums + elements);
-    Arena arena(Arena::bytes_of(elements * size));
-    add_scaled(type, step.scale, elements, own.data(), arena.take(elements * size), call.residual);
-  }
+  float* sums = mixer_sums(step.mixer, &step.before, call.hidden, call.tokens, call.states, clock);
+  scale_rounded(type, step.scale, elements, sums, call.residual);
+  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(elements * element_bytes(type)));
+  kernels().decode->add(type, sums, elements, call.residual);
   clock.add(&StepTimes::projections);
   FeedRows rows = call.rows;
   rows.residual = call.residual;
