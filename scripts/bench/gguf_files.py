@@ -29,9 +29,11 @@ _KINDS = {
     "q4_k": gguf.GGMLQuantizationType.Q4_K,
     "q5_k": gguf.GGMLQuantizationType.Q5_K,
     "q6_k": gguf.GGMLQuantizationType.Q6_K,
+    "mxfp4": gguf.GGMLQuantizationType.MXFP4,
 }
 # Q4_K scales of 6 bits: from these, so that the fp16 factor stays a normal number for every size of model.
 _SCALES = (8, 24)
+_E2M1_SPREAD = float(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6]))) ** 0.5
 _MIDDLE_SCALE = float(np.mean(np.arange(*_SCALES, dtype=float) ** 2)) ** 0.5
 
 
@@ -101,13 +103,22 @@ def _scaled_blocks(
     return blocks
 
 
-_BLOCKS = {
+def mxfp4_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 17]``: an exponent and 32 codes of e2m1, whose mean is 0."""
+    blocks = generator.integers(0, 256, (count, 17), dtype=np.uint8)
+    middle = 127 - round(np.log2(_E2M1_SPREAD * inputs**0.5))
+    blocks[:, 0] = generator.integers(middle - 1, middle + 1, count, endpoint=True)
+    return blocks
+
+
+RANDOM_BLOCKS = {
     "q4_0": q4_0_blocks,
     "q5_0": q5_0_blocks,
     "q8_0": q8_0_blocks,
     "q4_k": q4_k_blocks,
     "q5_k": q5_k_blocks,
     "q6_k": q6_k_blocks,
+    "mxfp4": mxfp4_blocks,
 }
 
 
@@ -140,7 +151,7 @@ class _Weights:
     def _pool(self, kind: str, inputs: int) -> npt.NDArray[np.uint8]:
         key = kind, inputs
         if key not in self._pools:
-            make = _BLOCKS[kind]
+            make = RANDOM_BLOCKS[kind]
             # An odd number of them: equal tensors do not come to lie on each other.
             self._pools[key] = make(_POOL_BYTES // BLOCKS[kind][1] | 1, inputs, self._generator)
         return self._pools[key]

@@ -82,10 +82,12 @@ def main() -> None:
             data[layout.sz :].view(np.uint32)[:] = 0xC0 << 24 | 0xFF00
         matrix = Matrix(bits, np.full((32, 192), top, np.uint8), scales_of(layout, data))
         for activation_bits in (16, 8):
-            x = extreme_inputs(192)
-            out = np.empty((4, 32), np.float32)
-            _native.linear_forward(layout, data, x, None, out, activation_bits)
-            note(f"extreme {bits} bits, {activation_bits}", out, matrix.times(x, activation_bits))
+            for times in (1, 3):  # a few tokens, and as many as the many-token path takes
+                x = np.tile(extreme_inputs(192), (times, 1))
+                out = np.empty((len(x), 32), np.float32)
+                _native.linear_forward(layout, data, x, None, out, activation_bits)
+                name = f"extreme {bits} bits, {activation_bits}, {len(x)} tokens"
+                note(name, out, matrix.times(x, activation_bits))
     print(
         json.dumps(
             {"isa": _native.active_isa(), "equal": equal, "errors": errors, "digest": digest.hexdigest()}

@@ -12,6 +12,7 @@ import json
 
 import numpy as np
 from kept_support import DENSE_ENCODINGS, ENCODINGS, file_rows, kept_call, values
+from integer_child import extreme_inputs
 from native_support import relative_error
 
 from moechat import _native
@@ -48,6 +49,31 @@ def linear(number: int, encoding: str, digest: hashlib._Hash) -> tuple[dict[int,
     return errors, same
 
 
+def extreme(number: int, encoding: str) -> tuple[dict[int, float], bool]:
+    """The same for codes and inputs so large that sums of 16 bits would overflow if they could."""
+    rng = np.random.default_rng(300 + number)
+    columns = {32: 192, 64: 192, 256: 256}[_native.kept_encodings()[encoding][1]]
+    layout = _native.LinearLayout(32, columns, encoding)
+    source = file_rows(rng, encoding, 32, columns)
+    data = np.empty(layout.nbytes, np.uint8)
+    _native.pack_kept_linear(layout, source, data)
+    errors, same = {8: 0.0, 16: 0.0, 32: 0.0}, True
+    for codes in (0xFF, 0x77):  # the largest numbers, and the place of the largest value of e2m1
+        data[: layout.sz] = codes
+        weights = _native.unpack_linear(layout, data).astype(np.float64)
+        x = np.tile(extreme_inputs(columns), (3, 1))
+        reference = x.astype(np.float64) @ weights.T
+        for bits in errors:
+            out = np.empty((len(x), 32), np.float32)
+            _native.linear_forward(layout, data, x, None, out, bits)
+            alone = np.empty((1, 32), np.float32)
+            for token in range(4):
+                _native.linear_forward(layout, data, x[token : token + 1], None, alone, bits)
+                same = same and np.array_equal(alone[0], out[token])
+            errors[bits] = max(errors[bits], relative_error(out, reference))
+    return errors, same
+
+
 def packed_alike(number: int, encoding: str, digest: hashlib._Hash) -> bool:
     """Whether 16 rows, which the vector kernels pack, become the same lanes as 15, packed row by row."""
     rng = np.random.default_rng(200 + number)
@@ -73,6 +99,7 @@ def main() -> None:
     for number, encoding in enumerate(DENSE_ENCODINGS):
         cases[f"linear {encoding}"] = linear(number, encoding, digest)
     for number, encoding in enumerate(ENCODINGS):
+        cases[f"extreme {encoding}"] = extreme(number, encoding)
         down = ENCODINGS[(number + 4) % len(ENCODINGS)]
         call = kept_call(number, encoding, down, counts=COUNTS, bias=number % 2 == 1)
         reference = call.reference("silu")

@@ -1,9 +1,6 @@
 // Products of the codes of a group and quantised inputs, see kernel_api.h for the numerics. Included inside
 // the anonymous namespace of one instruction set.
 
-// Whether sums of two products for each of `dwords` dwords fit in 16 bits.
-constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
-
 // isum[stream][token] of one group, x[token] its planes; at 2 to 4 bits with the factors of the halves,
 // sz[stream] their scale words, and without the offsets.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
@@ -72,12 +69,12 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
       }
     }
   } else {
-    // Codes of 6 and 8 bits are processed as two of 4 bits; sums of 16 bits are widened, times the factors of
-    // the halves, before they can overflow.
-    constexpr int kParts = has_halves(kBits) ? 1 : 2;
-    constexpr int kLargest = kParts == 2 ? 15 : C::kLargest;
-    constexpr int kRuns = 2;
-    static_assert(fits_16(kLargest, 16 / kRuns), "sums of 16 bits would overflow");
+    // Codes of 8 bits are processed as two of 4 bits; sums of 16 bits are widened, times the factors of the
+    // halves, before they can overflow.
+    constexpr int kParts = kBits == 8 ? 2 : 1;
+    constexpr int kRun = short_run(kParts == 2 ? 15 : C::kLargest, 8);
+    constexpr int kRuns = 16 / kRun;
+    static_assert(!has_halves(kBits) || kRuns == kHalves, "a factor for each run");
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) isum[s][t] = seti(0);
       MOECHAT_UNROLL
@@ -111,7 +108,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
             }
           }
         }
-        const VecI of_half = kParts == 2 ? seti(1) : HalfScales::read(sz[s]).factor(run);
+        const VecI of_half = has_halves(kBits) ? HalfScales::read(sz[s]).factor(run) : seti(1);
         for (int t = 0; t < kTokens; ++t) {
           for (int p = 0; p < kPlanes; ++p) {
             for (int part = 0; part < kParts; ++part) {

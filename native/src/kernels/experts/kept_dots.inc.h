@@ -41,41 +41,44 @@ MOECHAT_INLINE void sub_dots(const KeptGroup (&at)[kStreams], int sub, const Cod
       }
     }
   } else {
-    // Codes above 15 are processed as two of 4 bits, so that sums of 16 bits hold a sub-block.
-    constexpr int kParts = W::kLargest > 15 ? 2 : 1;
-    static_assert(fits_16(15, W::kDwords), "sums of 16 bits would overflow");
+    // Codes whose products do not fit in 16 bits are processed as two of 4 bits.
+    constexpr int kParts = W::kRun == 0 ? 2 : 1;
+    constexpr int kRun = kParts == 2 ? short_run(15, W::kDwords) : W::kRun;
     for (int s = 0; s < kStreams; ++s) {
-      VecI chain[kTokens][kPlanes][kParts];
-      for (int t = 0; t < kTokens; ++t) {
-        for (int p = 0; p < kPlanes; ++p) {
-          for (int part = 0; part < kParts; ++part) chain[t][p][part] = seti(0);
-        }
-      }
+      for (int t = 0; t < kTokens; ++t) isum[s][t] = seti(0);
       MOECHAT_UNROLL
-      for (int i = 0; i < W::kDwords; ++i) {
-        VecI parts[kParts];
-        if constexpr (kParts == 2) {
-          parts[0] = andi(codes[s][i], seti(0x0f0f0f0fu));
-          parts[kParts - 1] = andi(shr(codes[s][i], 4), seti(0x0f0f0f0fu));
-        } else {
-          parts[0] = codes[s][i];
-        }
+      for (int run = 0; run < W::kDwords / kRun; ++run) {
+        VecI chain[kTokens][kPlanes][kParts];
         for (int t = 0; t < kTokens; ++t) {
           for (int p = 0; p < kPlanes; ++p) {
-            const VecI bytes = broadcast4(x[t] + p * 64 + 4 * (first + i));
-            for (int part = 0; part < kParts; ++part) {
-              chain[t][p][part] = dot(chain[t][p][part], parts[part], bytes);
-              pin(chain[t][p][part]);
+            for (int part = 0; part < kParts; ++part) chain[t][p][part] = seti(0);
+          }
+        }
+        MOECHAT_UNROLL
+        for (int i = run * kRun; i < (run + 1) * kRun; ++i) {
+          VecI parts[kParts];
+          if constexpr (kParts == 2) {
+            parts[0] = andi(codes[s][i], seti(0x0f0f0f0fu));
+            parts[kParts - 1] = andi(shr(codes[s][i], 4), seti(0x0f0f0f0fu));
+          } else {
+            parts[0] = codes[s][i];
+          }
+          for (int t = 0; t < kTokens; ++t) {
+            for (int p = 0; p < kPlanes; ++p) {
+              const VecI bytes = broadcast4(x[t] + p * 64 + 4 * (first + i));
+              for (int part = 0; part < kParts; ++part) {
+                chain[t][p][part] = dot(chain[t][p][part], parts[part], bytes);
+                pin(chain[t][p][part]);
+              }
             }
           }
         }
-      }
-      for (int t = 0; t < kTokens; ++t) {
-        isum[s][t] = seti(0);
-        for (int p = 0; p < kPlanes; ++p) {
-          for (int part = 0; part < kParts; ++part) {
-            const int shift = (kPlanes == 2 && p == 0 ? 8 : 0) + (part == 1 ? 4 : 0);
-            isum[s][t] = addi(isum[s][t], madd16(chain[t][p][part], seti(0x00010001u << shift)));
+        for (int t = 0; t < kTokens; ++t) {
+          for (int p = 0; p < kPlanes; ++p) {
+            for (int part = 0; part < kParts; ++part) {
+              const int shift = (kPlanes == 2 && p == 0 ? 8 : 0) + (part == 1 ? 4 : 0);
+              isum[s][t] = addi(isum[s][t], madd16(chain[t][p][part], seti(0x00010001u << shift)));
+            }
           }
         }
       }

@@ -55,22 +55,22 @@ __attribute__((noinline)) void kept_values(Encoding encoding, const KeptGroup& a
                           : kept_values_of<Gridded<2>>(encoding, at, values);
   }
   if (form.table != CodeTable::kNone) {
-    return form.subs == 4 ? kept_values_of<Kept<4, true, 4>>(encoding, at, values)
-                          : kept_values_of<Kept<4, true, 2>>(encoding, at, values);
+    return form.subs == 4 ? kept_values_of<Kept<4, kE2m1Table, 4>>(encoding, at, values)
+                          : kept_values_of<Kept<4, kIq4Table, 2>>(encoding, at, values);
   }
   switch (form.code_bits) {
     case 2:
-      return kept_values_of<Kept<2, false, 4>>(encoding, at, values);
+      return kept_values_of<Kept<2, kNoTable, 4>>(encoding, at, values);
     case 3:
-      return kept_values_of<Kept<3, false, 4>>(encoding, at, values);
+      return kept_values_of<Kept<3, kNoTable, 4>>(encoding, at, values);
     case 4:
-      return kept_values_of<Kept<4, false, 2>>(encoding, at, values);
+      return kept_values_of<Kept<4, kNoTable, 2>>(encoding, at, values);
     case 5:
-      return kept_values_of<Kept<5, false, 2>>(encoding, at, values);
+      return kept_values_of<Kept<5, kNoTable, 2>>(encoding, at, values);
     case 6:
-      return kept_values_of<Kept<6, false, 4>>(encoding, at, values);
+      return kept_values_of<Kept<6, kNoTable, 4>>(encoding, at, values);
     default:
-      return kept_values_of<Kept<8, false, 2>>(encoding, at, values);
+      return kept_values_of<Kept<8, kNoTable, 2>>(encoding, at, values);
   }
 }
 

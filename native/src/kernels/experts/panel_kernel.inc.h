@@ -45,13 +45,57 @@ MOECHAT_INLINE VecI broadcast_dword(const unsigned char* from) {
   return seti(word);
 }
 
-// Code dwords of one chain of sums of plain weights. Those of short quads are a half of a group: there two
-// products of a code of 4 bits and -128 each fit in 16 bits, and one factor applies.
-constexpr int chain_of(Form form) { return form == Form::kShortQuads ? kQuadSteps / 2 : kQuadSteps; }
+// Code dwords of one chain of sums of plain weights: with factors, those of a half.
+template <class P>
+constexpr int chain_of(Form form) {
+  return has_factors<P>(form) ? kQuadSteps / 2 : kQuadSteps;
+}
 
-// Element m * kTokens + t: the sums over code dwords [kFirst, kFirst + kDwords) of tile m for token t; for
-// short quads two sums of 16 bits in a lane.
-template <Form kForm, int kTiles, int kTokens, int kFirst, int kDwords>
+// Whether the sums of `dwords` code dwords are left in 16 bits, two in a lane, for the caller to widen.
+template <class P>
+constexpr bool stays_short(Form form, int dwords) {
+  return form == Form::kShortQuads && P::kRun == dwords;
+}
+
+#if defined(MOECHAT_SHORT_SUMS)
+// Element m * kTokens + t of `sums` += the sums over code dwords [first, first + kRun) of tile m for token t,
+// added up in 16 bits. Registers of rows are taken one after the other: the codes of a run stay in registers
+// over the tokens.
+template <int kRun, int kTiles, int kTokens>
+MOECHAT_INLINE void add_run(const unsigned char* const (&panel)[kTiles],
+                            const unsigned char* const (&x)[kTokens], int first,
+                            Bundle<kTiles * kTokens>& sums) {
+  const Rows ones = all_rows(0x00010001u);
+  unrolled<0, kTiles * kRegisters>(MOECHAT_UNROLLED(which) {
+    constexpr int kTile = MOECHAT_VALUE(which) / kRegisters;
+    constexpr int kRegister = MOECHAT_VALUE(which) % kRegisters;
+    // Hides that the dwords are the same for every register of rows; otherwise GCC keeps those of all tokens,
+    // and sums on the stack.
+    std::int64_t place = 4 * first;
+    asm volatile("" : "+r"(place));
+    Rows codes[kRun];
+    unrolled<0, kRun>(MOECHAT_UNROLLED(i) {
+      codes[MOECHAT_VALUE(i)] = load_rows(panel[kTile] + (first + MOECHAT_VALUE(i)) * kStepBytes +
+                                          kRegister * std::int64_t{sizeof(Rows)});
+    });
+    unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
+      const auto dword = [&](int i) __attribute__((always_inline)) {
+        std::uint32_t word;
+        __builtin_memcpy(&word, x[MOECHAT_VALUE(t)] + place + 4 * i, sizeof word);
+        return all_rows(word);
+      };
+      Rows quads = first_quads(codes[0], dword(0));
+      unrolled<1, kRun>(
+          MOECHAT_UNROLLED(i) { add_quads(quads, codes[MOECHAT_VALUE(i)], dword(MOECHAT_VALUE(i))); });
+      add_widened(rows_of<kRegister>(pick<kTile * kTokens + MOECHAT_VALUE(t)>(sums)), quads, ones);
+    });
+  });
+}
+#endif
+
+// Element m * kTokens + t: the sums over code dwords [kFirst, kFirst + kDwords) of tile m for token t; see
+// stays_short().
+template <Form kForm, class P, int kTiles, int kTokens, int kFirst, int kDwords>
 MOECHAT_INLINE Bundle<kTiles * kTokens> chain_products(const unsigned char* const (&panel)[kTiles],
                                                        const unsigned char* const (&x)[kTokens]) {
   constexpr int kCount = kTiles * kTokens;
@@ -86,18 +130,24 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> chain_products(const unsigned char* cons
         VecI& sum = pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums);
         if constexpr (kForm == Form::kPairs) {
           add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
-        } else if constexpr (MOECHAT_VALUE(first) != 0) {
-          sum = first_quads(pick<MOECHAT_VALUE(m)>(codes), dword);
-        } else {
+        } else if constexpr (MOECHAT_VALUE(first) == 0) {
           add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+        } else if constexpr (kForm == Form::kShortQuads) {
+          sum = first_quads(pick<MOECHAT_VALUE(m)>(codes), dword);
         }
       });
     });
   };
   // A short chain starts with its first product, a long one with zeros.
-  if constexpr (kForm == Form::kShortQuads) {
+  if constexpr (stays_short<P>(kForm, kDwords)) {
     step(kBegin, Constant<1>{});
     unrolled<1, kEnd - kBegin>(MOECHAT_UNROLLED(e) { step(kBegin + MOECHAT_VALUE(e), Constant<0>{}); });
+#if defined(MOECHAT_SHORT_SUMS)
+  } else if constexpr (kForm == Form::kShortQuads) {
+    unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(sums) = seti(0); });
+#pragma GCC unroll 2
+    for (int e = kBegin; e < kEnd; e += P::kRun) add_run<P::kRun, kTiles, kTokens>(panel, x, e, sums);
+#endif
   } else {
     unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(sums) = seti(0); });
 #pragma GCC unroll 2
@@ -112,14 +162,14 @@ template <Form kForm, class P, int kTiles, int kTokens>
 MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* const (&panel)[kTiles],
                                                        const unsigned char* const (&x)[kTokens]) {
   constexpr int kCount = kTiles * kTokens;
-  constexpr int kChain = chain_of(kForm);
+  constexpr int kChain = chain_of<P>(kForm);
   Bundle<kCount> sums;
   unrolled<0, kQuadSteps / kChain>(MOECHAT_UNROLLED(run) {
     Bundle<kCount> chain =
-        chain_products<kForm, kTiles, kTokens, kChain * MOECHAT_VALUE(run), kChain>(panel, x);
+        chain_products<kForm, P, kTiles, kTokens, kChain * MOECHAT_VALUE(run), kChain>(panel, x);
     unrolled<0, kCount>(MOECHAT_UNROLLED(i) {
       VecI sum = pick<MOECHAT_VALUE(i)>(chain);
-      if constexpr (kForm == Form::kShortQuads) {
+      if constexpr (has_factors<P>(kForm)) {
         sum = madd16(sum, loadi(panel[MOECHAT_VALUE(i) / kTokens] + code_bytes(kForm) + kFactorPlace +
                                 MOECHAT_VALUE(run) * kStepBytes));
       }
@@ -161,13 +211,13 @@ MOECHAT_INLINE void add_sub_products(const unsigned char* const (&codes)[kTiles]
                                      std::int64_t tail_stride, const float* weights, float* terms,
                                      float* acc) {
   Bundle<kTiles * kTokens> sums =
-      chain_products<kForm, kTiles, kTokens, kSub * P::kDwords, P::kDwords>(codes, x);
+      chain_products<kForm, P, kTiles, kTokens, kSub * P::kDwords, P::kDwords>(codes, x);
   asm volatile("" ::: "memory");  // see add_groups()
   unrolled<0, kTiles * kTokens>(MOECHAT_UNROLLED(i) {
     constexpr int kTile = MOECHAT_VALUE(i) / kTokens;
     constexpr int kToken = MOECHAT_VALUE(i) % kTokens;
     VecI isum = pick<MOECHAT_VALUE(i)>(sums);
-    if constexpr (kForm == Form::kShortQuads) isum = madd16(isum, seti(0x00010001u));
+    if constexpr (stays_short<P>(kForm, P::kDwords)) isum = madd16(isum, seti(0x00010001u));
     add_sub_product<P, kSum, kTiles, kTokens, kSub, kTile, kToken>(
         codes[kTile] + code_bytes(kForm), isum, tail + kToken * tail_stride, weights, terms, acc);
   });
@@ -256,8 +306,8 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
 
 template <class W, int kPlanes>
 constexpr Form form_of() {
-  if (!kHasQuads || kPlanes == 2 || (kQuadsIn16 && W::kLargest > 15)) return Form::kPairs;
-  return kQuadsIn16 ? Form::kShortQuads : Form::kQuads;
+  if (!kHasQuads || kPlanes == 2 || (!kWideDot && W::kRun == 0)) return Form::kPairs;
+  return kWideDot ? Form::kQuads : Form::kShortQuads;
 }
 constexpr std::int64_t kThreshold = 8;
 constexpr std::int64_t kRowsAfter = kTokenStep - 1;

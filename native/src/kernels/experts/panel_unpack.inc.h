@@ -3,7 +3,7 @@
 //
 // A panel record of plain weights holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales
 // or steps; fp32 zeros or, at 2 to 4 bits, offsets of both halves; for biased sums, fp32 biases; for
-// kShortQuads, the factors of the first half and of the second, in both int16 of a lane.
+// kShortQuads at 2 to 4 bits, the factors of the first half and of the second, in both int16 of a lane.
 //   kQuads, kShortQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
 //   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; instruction sets that
 //   multiply by row hold 16 rows of these 64 int16 instead
@@ -16,7 +16,8 @@
 //
 // Kept weights (kept_encodings.h) have the codes in the same forms, then 16 lanes of fp32 for the step of
 // every sub-block, for the min of every sub-block, and for biases. A gathered token has, after the scale of a
-// group, the sums of its sub-blocks as floats. Their panels (class P below) do not depend on the bits.
+// group, the sums of its sub-blocks as floats. Their panels (class P below) depend on the bits only in how
+// many products of kShortQuads fit in 16 bits.
 
 enum class Form { kQuads, kShortQuads, kPairs, kPlanes };
 
@@ -32,10 +33,14 @@ constexpr std::int64_t code_bytes(Form form) {
 }
 constexpr std::int64_t kFactorPlace = 3 * kStepBytes;  // after the codes
 template <class P>
+constexpr bool has_factors(Form form) {
+  return P::kFactors && form == Form::kShortQuads;
+}
+template <class P>
 constexpr std::int64_t kBiasPlace = (P::kKept ? 2 * P::kSubs : 2) * std::int64_t{kStepBytes};
 template <class P>
 constexpr std::int64_t panel_bytes(Form form) {
-  return code_bytes(form) + kBiasPlace<P> + (!P::kKept && form == Form::kShortQuads ? 3 : 1) * kStepBytes;
+  return code_bytes(form) + kBiasPlace<P> + (has_factors<P>(form) ? 3 : 1) * kStepBytes;
 }
 
 template <class P>
@@ -164,14 +169,14 @@ MOECHAT_INLINE void unpack_panel(const GroupCodes& from, const Codebook& book, u
       storei(tail + kStepBytes, halves.offsets());
       for (int half = 0; half < 2; ++half) {
         factors[half] = halves.factor(half);
-        if constexpr (kForm == Form::kShortQuads) {
+        if constexpr (has_factors<W>(kForm)) {
           storei(tail + kFactorPlace + half * kStepBytes, ori(factors[half], shl(factors[half], 16)));
         }
       }
     }
     // A product of a code and a factor fits in a byte, so a product of lanes is one of bytes.
     unpack_dwords<kBits>(from.q, [&](int d, VecI codes) __attribute__((always_inline)) {
-      const bool raw = !has_halves(kBits) || kForm == Form::kShortQuads;
+      const bool raw = !has_halves(kBits) || has_factors<W>(kForm);
       store_dword<kForm>(panel, d, raw ? codes : muli(codes, factors[d / 8]));
     });
   }

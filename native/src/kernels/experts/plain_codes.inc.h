@@ -65,17 +65,4 @@ struct Codes<6> {
     codes[0] = ori(andi(low, four), andi(first ? shl(high, 4) : high, two));
     codes[1] = ori(andi(shr(low, 4), four), andi(first ? shl(high, 2) : shr(high, 2), two));
   }
-  // The low four bits of the codes, and the others.
-  MOECHAT_INLINE static void parts(const unsigned char* group, int at, VecI (&low)[kWords],
-                                   VecI (&high)[kWords]) {
-    const VecI words = loadi(group + at * kStepBytes);
-    const VecI others = loadi(group + (8 + at / 2) * kStepBytes);
-    const bool first = at % 2 == 0;
-    const VecI four = seti(0x0f0f0f0fu);
-    const VecI two = seti(0x03030303u);
-    low[0] = andi(words, four);
-    low[1] = andi(shr(words, 4), four);
-    high[0] = andi(first ? others : shr(others, 4), two);
-    high[1] = andi(shr(others, first ? 2 : 6), two);
-  }
 };

@@ -2,6 +2,18 @@
 // bits of their codes, whether codes go through a table, and sub-blocks of a group. Included inside the
 // anonymous namespace of one instruction set, after its simd_*.h.
 
+// Whether sums of two products for each of `dwords` dwords fit in 16 bits.
+constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
+
+// Dwords whose products are summed in 16 bits before the sums are widened: the most that fit, a power of two
+// up to `most`. 0: those of one dword do not fit, or the instruction set sums in 32 bits.
+constexpr int short_run(int largest_code, int most) {
+  if (kWideDot) return 0;
+  int run = most;
+  while (run > 0 && !fits_16(largest_code, run)) run /= 2;
+  return run;
+}
+
 template <int kCodeBits>
 struct Plain {
   static constexpr bool kKept = false;
@@ -9,7 +21,9 @@ struct Plain {
   static constexpr int kSubs = 0;
   static constexpr int kSteps = 2 * kBits;
   static constexpr int kLargest = (1 << kBits) - 1;
-  using Panel = Plain;  // see panel_unpack.inc.h
+  static constexpr bool kFactors = has_halves(kBits);
+  static constexpr int kRun = short_run(kLargest, 8);  // up to a half, which has a factor of its own
+  using Panel = Plain;                                 // see panel_unpack.inc.h
 
   // Of the q of a group; `actual` is the same, but not known to the compiler.
   MOECHAT_INLINE static constexpr std::int64_t group_bytes(std::int64_t actual) {
@@ -18,12 +32,14 @@ struct Plain {
   }
 };
 
-// Unpacked kept weights: panels differ only in their sub-blocks.
-template <int kSubBlocks>
+// Unpacked kept weights: panels differ only in their sub-blocks and their sums of 16 bits.
+template <int kSubBlocks, int kShortRun>
 struct KeptPanel {
   static constexpr bool kKept = true;
+  static constexpr bool kFactors = false;
   static constexpr int kSubs = kSubBlocks;
   static constexpr int kDwords = 16 / kSubs;
+  static constexpr int kRun = kShortRun;  // see short_run()
 };
 
 // Steps and mins of the sub-blocks of a group for 16 rows; see kept_encodings.h.
@@ -33,18 +49,25 @@ struct SubScales {
   Vec min[kSubs];
 };
 
-template <int kCodeBits, bool kHasTable, int kSubBlocks>
+// Largest values of tables, 0: codes are integers as they are. Only sums of 16 bits have a use for the
+// difference; elsewhere one class serves both tables.
+constexpr int kNoTable = 0;
+constexpr int kIq4Table = largest_of(kIq4Values);
+constexpr int kE2m1Table = kWideDot ? kIq4Table : largest_of(kE2m1Values);
+
+template <int kCodeBits, int kTable, int kSubBlocks>
 struct Kept {
   static constexpr bool kKept = true;
   static constexpr int kBits = kCodeBits;
-  static constexpr bool kTabled = kHasTable;
+  static constexpr bool kTabled = kTable != kNoTable;
   static constexpr int kSubs = kSubBlocks;
   static constexpr int kDwords = 16 / kSubs;  // of a sub-block
   static constexpr int kSteps = 2 * kBits;
-  static constexpr int kLargest = kTabled ? 240 : (1 << kBits) - 1;
+  static constexpr int kLargest = kTabled ? kTable : (1 << kBits) - 1;
+  static constexpr int kRun = short_run(kLargest, kDwords);
   static constexpr int kLowBits = kBits == 8 ? 8 : (kBits >= 4 ? 4 : 2);
   static constexpr int kHighBits = kBits - kLowBits;
-  using Panel = KeptPanel<kSubs>;
+  using Panel = KeptPanel<kSubs, kRun>;
   using Opened = Kept;
   struct Room {};
   static constexpr std::int64_t kHighPlane = std::int64_t{kTileRows} * kGroupColumns * kLowBits / 8;
@@ -93,6 +116,7 @@ struct Unpacked {
   static constexpr int kSubs = kSubBlocks;
   static constexpr int kDwords = 16 / kSubs;
   static constexpr int kLargest = 2 * kSignedZero - 1;
+  static constexpr int kRun = short_run(kLargest, kDwords);
 
   MOECHAT_INLINE static void codes(const KeptGroup& at, int sub, const Codebook&, VecI (&to)[kDwords]) {
     for (int i = 0; i < kDwords; ++i) to[i] = loadi(at.q + (sub * kDwords + i) * kStepBytes);
@@ -108,7 +132,8 @@ struct Gridded {
   static constexpr int kDwords = 16 / kSubs;
   static constexpr int kSteps = kMostGridSteps;
   static constexpr int kLargest = Unpacked<kSubs>::kLargest;
-  using Panel = KeptPanel<kSubs>;
+  static constexpr int kRun = Unpacked<kSubs>::kRun;
+  using Panel = KeptPanel<kSubs, kRun>;
   using Opened = Unpacked<kSubs>;
 
   // Room for the codes of a group.
@@ -321,37 +346,41 @@ MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
       }                                                                        \
       MOECHAT_BY_PLANES(function, Gridded<2>, activation_bits, __VA_ARGS__);   \
     }                                                                          \
-    if (form_of_weights.table != CodeTable::kNone) {                           \
+    if (form_of_weights.table == CodeTable::kE2m1) {                           \
       if (form_of_weights.subs == 4) {                                         \
-        using Class = Kept<4, true, 4>;                                        \
+        using Class = Kept<4, kE2m1Table, 4>;                                  \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
-      using Class = Kept<4, true, 2>;                                          \
+      using Class = Kept<4, kE2m1Table, 2>;                                    \
+      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);        \
+    }                                                                          \
+    if (form_of_weights.table == CodeTable::kIq4) {                            \
+      using Class = Kept<4, kIq4Table, 2>;                                     \
       MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);        \
     }                                                                          \
     switch (form_of_weights.code_bits) {                                       \
       case 2: {                                                                \
-        using Class = Kept<2, false, 4>;                                       \
+        using Class = Kept<2, kNoTable, 4>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
       case 3: {                                                                \
-        using Class = Kept<3, false, 4>;                                       \
+        using Class = Kept<3, kNoTable, 4>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
       case 4: {                                                                \
-        using Class = Kept<4, false, 2>;                                       \
+        using Class = Kept<4, kNoTable, 2>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
       case 5: {                                                                \
-        using Class = Kept<5, false, 2>;                                       \
+        using Class = Kept<5, kNoTable, 2>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
       case 6: {                                                                \
-        using Class = Kept<6, false, 4>;                                       \
+        using Class = Kept<6, kNoTable, 4>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
       default: {                                                               \
-        using Class = Kept<8, false, 2>;                                       \
+        using Class = Kept<8, kNoTable, 2>;                                    \
         MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);      \
       }                                                                        \
     }                                                                          \

@@ -6,6 +6,7 @@ namespace {
 
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/simd_avx2.h"
+#include "kernels/isa/amx_tiles.h"
 #include "kernels/isa/math.inc.h"
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
@@ -14,7 +15,6 @@ namespace {
 #include "kernels/experts/weight_classes.inc.h"
 #include "kernels/experts/neuron_streams.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"
-#include "kernels/isa/amx_tiles.h"
 #include "kernels/experts/panel_amx.inc.h"
 #include "kernels/experts/many_tokens.inc.h"
 // clang-format on

@@ -2,6 +2,8 @@
 // C++ with which the callers run on every processor. Included inside the anonymous namespace of isa/amx.cc
 // and isa/amx_emulated.cc.
 
+constexpr bool kWideDot = true;  // sums have 32 bits
+
 #if defined(MOECHAT_AMX)
 
 // Inline assembly declares to the compiler which memory is read and written: GCC 12 ignores that its own

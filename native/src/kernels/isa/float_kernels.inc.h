@@ -1,6 +1,8 @@
 // The kernels for float inputs, for 16-bit weights and for the parts of a decoding step, and their table,
 // kFloatKernels. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
-//
+
+constexpr bool kWideDot = true;  // has no sums of integers
+
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"
 #include "kernels/experts/encodings.inc.h"

@@ -172,6 +172,12 @@ static constexpr unsigned char kIq4Values[16] = {0,   23,  44,  62,  78,  92,  1
                                                  128, 140, 152, 165, 180, 196, 216, 240};
 static constexpr unsigned char kE2m1Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+static constexpr int largest_of(const unsigned char (&values)[16]) {
+  int largest = 0;
+  for (const unsigned char value : values) largest = value > largest ? value : largest;
+  return largest;
+}
+
 // REQUIRES: codes are integers.
 static constexpr int kept_value(CodeTable table, int code) {
   if (table == CodeTable::kNone || table == CodeTable::kGrid) return code;
