@@ -11,8 +11,8 @@ import hashlib
 import json
 
 import numpy as np
-from kept_support import DENSE_ENCODINGS, ENCODINGS, file_rows, kept_call, values
 from integer_child import extreme_inputs
+from kept_support import DENSE_ENCODINGS, ENCODINGS, file_rows, kept_call, values
 from native_support import relative_error
 
 from moechat import _native
