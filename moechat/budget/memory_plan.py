@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moechat.errors import DoesNotFitError
+from moechat.sizes.cache_shape import PREFILL_CHUNK
 from moechat.store.files import format_bytes
 
 MEBI = 1 << 20
@@ -115,6 +116,8 @@ class Needs:
         threads: Threads that compute.
         chunk: Tokens of a chunk of a wave; 0: prompts are not computed in waves.
         wave: Bytes of a wave beyond the workspace, for its tokens and the tokens of the context.
+        wave_scratch: Bytes beyond the scratch of a call of the kernels with all tokens of a wave, as experts
+            that are all there compute it.
         operations: Of a token.
         operations_per_byte: Operations that a fast machine computes while a byte of experts is moved.
     """
@@ -135,6 +138,7 @@ class Needs:
     threads: int
     chunk: int = 0
     wave: Callable[[int, int], int] = lambda _tokens, _context: 0
+    wave_scratch: Callable[[int], int] = lambda _tokens: 0
     operations: int = 1
     operations_per_byte: int = 1
 
@@ -165,7 +169,8 @@ class MemoryPlan:
         expert_bytes: Pages, or all experts if they are mapped.
         context: Tokens of prompt and answer together.
         context_limited: Memory made the context shorter than the model allows.
-        wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once;
+        wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once,
+            and each expert computes many tokens;
             0: those of a pass.
     """
 
@@ -326,7 +331,7 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
     fixed = _fixed(needs, context)
     room = budget - sum(fixed.values())
     mapped = mapped if pages is None else pages == 0
-    wave, extra = (0, 0) if mapped else _wave(needs, context, room)
+    wave, extra = _short_wave(needs, context, room) if mapped else _wave(needs, context, room)
     fixed["workspace"] += extra
     room -= extra
     if pages is None:
@@ -367,10 +372,11 @@ def _wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
     """Tokens of the longest wave within its share of the room for experts, and its bytes; 0 of both if even
     two chunks exceed it.
 
-    A wave that is longer than the context has no use, nor one that takes longer to compute than to move.
+    A wave that is longer than the context has no use. Nor has one that takes longer to compute than to move,
+    if it has the tokens of a usual pass.
     """
     missing = max(0, needs.all_expert_bytes - room)
-    enough = missing * needs.operations_per_byte // needs.operations
+    enough = max(missing * needs.operations_per_byte // needs.operations, PREFILL_CHUNK)
     best, tokens = (0, 0), 2 * needs.chunk
     while needs.chunk and needs.chunk < context and tokens <= _MOST_WAVE:
         nbytes = needs.wave(min(tokens, context), context)
@@ -381,6 +387,19 @@ def _wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
             break
         tokens *= 2
     return best
+
+
+def _short_wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
+    """Tokens of a wave where no expert is missing, and its bytes; 0 of both if it has no use or does not fit.
+
+    Where chunks are shorter than usual, each of many experts gets few tokens of one, and its weights are
+    unpacked for those alone.
+    """
+    if not 0 < needs.chunk < min(context, PREFILL_CHUNK):
+        return 0, 0
+    nbytes = needs.wave(min(PREFILL_CHUNK, context), context) + needs.wave_scratch(PREFILL_CHUNK)
+    spare = room - int(needs.all_expert_bytes * (1 + _MARGIN_SHARE))
+    return (PREFILL_CHUNK, nbytes) if nbytes <= spare else (0, 0)
 
 
 def _fixed(needs: Needs, context: int) -> dict[str, int]:

@@ -121,6 +121,10 @@ def memory_needs(
             total -= _expert_workspace(outline, geometry, outline.pass_tokens(context))
         return total
 
+    def wave_scratch(tokens: int) -> int:
+        # The workspace of a GPU's experts is part of the wave.
+        return 0 if on_gpu else outline.scratch_for(tokens) - outline.scratch
+
     return Needs(
         base=memory.base,
         base_name="CUDA context" if on_gpu else "process",
@@ -139,6 +143,7 @@ def memory_needs(
         threads=memory.threads if isinstance(memory, HostMemory) else 0,
         chunk=0 if isinstance(memory, GpuMemory) and not memory.waves else outline.wave_chunk,
         wave=wave,
+        wave_scratch=wave_scratch,
         operations=2 * outline.active_parameters,
         operations_per_byte=_OPERATIONS_OF_GPU if on_gpu else _OPERATIONS_OF_CPU,
     )

@@ -91,7 +91,7 @@ class Decoder:
         """
         loaded = self.passes.loaded
         count = loaded.plan.wave // loaded.chunk
-        if loaded.near is None or count < 2 or loaded.chunk < 2:
+        if count < 2 or loaded.chunk < 2:
             return [[part] for part in parts]
         alone = parts[-1:] if parts[-1].shape[1] == 1 else []
         whole = parts[: len(parts) - len(alone)]

@@ -169,9 +169,12 @@ class PassRunner:
             return output
         if not self._waves_noted:
             self._waves_noted = True
+            cost = "moves missing experts again"
+            if self.loaded.plan.mapped:
+                cost = "gives each expert fewer tokens"
             self.notes.append(
                 f"long prompts of {self._name} are computed in passes of {self.loaded.chunk} tokens, each of "
-                "which moves missing experts again: its code was not recognised"
+                f"which {cost}: its code was not recognised"
             )
         return None
 

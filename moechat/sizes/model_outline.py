@@ -148,10 +148,13 @@ class ModelOutline:
 
     @property
     def scratch(self) -> int:
-        """Scratch bytes of the native kernels."""
-        longest = self.pass_tokens(self.own_context)
+        """Scratch bytes of the native kernels in the longest pass."""
+        return self.scratch_for(self.pass_tokens(self.own_context))
+
+    def scratch_for(self, tokens: int) -> int:
+        """Scratch bytes of the native kernels for so many tokens."""
         blocks = self.experts.blocks_per_expert  # the same for all bits
-        return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, longest)
+        return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, tokens)
 
     @property
     def unpacked(self) -> int:

@@ -225,9 +225,34 @@ def test_a_wave_is_no_longer_than_a_context_and_none_where_experts_are_mapped() 
     assert plan_memory(WAVES, 4096 * MEBI, ctx=1024).wave == 0
     mapped = plan_memory(WAVES, 16_384 * MEBI, ctx=16_384)
     assert mapped.mapped
-    assert mapped.wave == 0
+    assert mapped.wave == 0, "chunks of 1024 tokens give each expert enough"
     assert plan_memory(WAVES, 4096 * MEBI, ctx=16_384, pages=100).wave > 0
     # Of 4,000 MiB of experts 2,700 are missing: computing 1,350 tokens takes as long as moving them.
     fast = replace(WAVES, operations=2 * MEBI)
     assert plan_memory(fast, 3072 * MEBI, ctx=16_384).wave == 2048
     assert least_budget(WAVES, 4096) == least_budget(NEEDS, 4096), "a wave refuses no budget"
+
+
+def test_short_chunks_of_mapped_experts_are_joined_to_waves_of_1024_tokens_where_they_fit() -> None:
+    short = replace(WAVES, chunk=256, wave_scratch=lambda tokens: tokens * 512)
+    plan = plan_memory(short, 16_384 * MEBI, ctx=16_384)
+    without = plan_memory(replace(short, chunk=0), 16_384 * MEBI, ctx=16_384)
+    assert plan.mapped
+    assert (plan.wave, without.wave) == (1024, 0)
+    taken = 1024 * (16_384 + 512) + 16_384 * 1024
+    assert plan.workspace - without.workspace == taken
+    assert plan_memory(short, 16_384 * MEBI, ctx=256).wave == 0, "no prompt has two chunks"
+    assert plan_memory(short, 16_384 * MEBI, ctx=300).wave == 1024
+    # A wave never takes so much that experts are no longer mapped, nor a budget beyond its end.
+    for budget in range(4096 * MEBI, 8192 * MEBI, 8 * MEBI):
+        tight, usual = plan_memory(short, budget, ctx=16_384), plan_memory(NEEDS, budget, ctx=16_384)
+        assert tight.mapped == usual.mapped
+        assert counted(tight) <= tight.budget
+
+
+def test_waves_with_missing_experts_have_at_least_the_tokens_of_a_usual_pass() -> None:
+    # Nearly all experts fit: two chunks would take longer to compute than the missing ones to be moved.
+    needs = replace(WAVES, chunk=256, operations=1 << 40)
+    plan = plan_memory(needs, 4096 * MEBI, ctx=16_384)
+    assert not plan.mapped
+    assert plan.wave == 1024

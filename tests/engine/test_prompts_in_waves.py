@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny_config, write_tiny_checkpoint
+from torch import nn
 
 import moechat
 from moechat import Engine
 from moechat.configurator.systems import CacheSettings
 from moechat.models.attention_cache import cache_lengths
-from moechat.models.wave_chunks import NotInWavesError
+from moechat.models.wave_chunks import Chunk, ExpertInputs, NotInWavesError
+from moechat.models.waves import Waves
 from moechat.offload.settings import LinkSettings, OffloadOptions
 
 CHUNK = 16
@@ -66,6 +68,31 @@ def test_answers_and_logits_do_not_depend_on_waves(checkpoint: Path, engine: Eng
     cut(engine, CHUNK, wave)
     assert answer(engine) == wanted
     assert torch.equal(engine.logits(PROMPT), logits)
+
+
+def test_mapped_experts_compute_all_tokens_of_a_wave_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moechat.load(checkpoint) as engine:
+        assert engine.loaded.near is None
+        cut(engine, CHUNK, 0)
+        wanted, logits = answer(engine), engine.logits(PROMPT)
+        sizes: list[int] = []
+        compute = Waves._compute
+
+        def seen(
+            waves: Waves, number: int, layer: nn.Module, parts: list[Chunk], inputs: ExpertInputs
+        ) -> None:
+            sizes.append(len(inputs.x))
+            compute(waves, number, layer, parts, inputs)
+
+        engine.drop_prompt_cache()
+        cut(engine, CHUNK, 4 * CHUNK)
+        assert engine.loaded.waves.usable(engine.loaded.new_cache, torch.device("cpu"))
+        monkeypatch.setattr(Waves, "_compute", seen)
+        assert answer(engine) == wanted
+        assert sizes == [4 * CHUNK] * 4, "once a layer"
+        assert torch.equal(engine.logits(PROMPT), logits)
 
 
 def test_a_prompt_of_several_chunks_moves_what_one_of_one_chunk_moves(
