@@ -132,6 +132,7 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
         layers=[(entry.layer, entry.name) for entry in skeleton.experts],
         dense=dense,
         seed=seed,
+        chosen=frozenset(name for name in dense if not skeleton.state[name].is_floating_point()),
     )
 
 

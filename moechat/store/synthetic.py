@@ -44,6 +44,7 @@ _POOL_BLOCKS = 48
 _DENSE_POOL = 1 << 22
 _CONFIG = "config.json"
 _DISK_SLACK = 1 << 20
+_WHOLE_BF16 = 257  # numbers from 0 on that bf16 holds exactly
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class SyntheticModel:
         layers: Decoder layer index and name of the experts module of each expert layer, ascending.
         dense: Shapes of all other weights by name, as the model's state dict has them.
         seed: Random seed of the weights.
+        chosen: Names of the weights among ``dense`` that are no numbers to multiply with but experts chosen
+            for a token, one row for each.
     """
 
     name: str
@@ -65,6 +68,7 @@ class SyntheticModel:
     layers: Sequence[tuple[int, str]]
     dense: Mapping[str, tuple[int, ...]]
     seed: int = 0
+    chosen: frozenset[str] = frozenset()
 
     @property
     def fingerprint(self) -> str:
@@ -76,6 +80,7 @@ class SyntheticModel:
             list(self.layers),
             {name: list(shape) for name, shape in self.dense.items()},
             self.seed,
+            *sorted(self.chosen),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -196,6 +201,10 @@ class _Writer:
                     value = 1.0 if any(word in tensor.name for word in ("norm", "scal")) else 0.0
                     file.write(_bf16(np.full(left, value, dtype=np.float32)))
                     continue
+                if tensor.name in self._model.chosen:
+                    file.write(_bf16(self._experts_of_tokens(tensor.shape)))
+                    self._advance(2 * left, tensor.name)
+                    continue
                 fan_in = int(np.prod(tensor.shape[1:], dtype=np.int64))
                 if fan_in not in scaled:
                     scaled[fan_in] = _bf16(pool * np.float32(fan_in**-0.5))
@@ -208,6 +217,12 @@ class _Writer:
                     left -= len(part)
                     at = 0
             self._workspace.record(name, *file.commit())
+
+    def _experts_of_tokens(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """Different experts in every row, each a whole number that bf16 can hold."""
+        experts = min(self._model.geometry.num_experts, _WHOLE_BF16)
+        first = self._generator.integers(experts, size=(*shape[:-1], 1))
+        return ((first + np.arange(shape[-1])) % experts).astype(np.float32)
 
     def _advance(self, size: int, detail: str) -> None:
         self._done += size

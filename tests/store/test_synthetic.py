@@ -59,6 +59,17 @@ def test_weights_have_variance_one_over_inputs(bits: int, shape: dict[str, objec
     assert (biases is not None) == geometry.has_bias
 
 
+def test_experts_chosen_for_tokens_are_different_and_exist(tmp_path: Path) -> None:
+    tables = {"gate.tid2eid": (4000, 3)}
+    store = write_synthetic_store(
+        model(dense=tables, chosen=frozenset(tables), geometry=replace(GEOMETRY, num_experts=5)),
+        tmp_path / "store",
+    )
+    rows = (np.array(store.dense.array("gate.tid2eid")).astype(np.uint32) << 16).view(np.float32)
+    assert set(np.unique(rows)) == set(range(5))
+    assert all(len(set(row)) == 3 for row in rows.tolist())
+
+
 def test_dense_weights_are_bf16_norms_are_one_and_biases_zero(tmp_path: Path) -> None:
     store = write_synthetic_store(model(), tmp_path / "store")
     assert set(store.dense.keys()) == {"embed.weight", "norm.weight", "attention.bias"}
