@@ -8,6 +8,7 @@ from typing import Any
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
 
+_CLEAR_THINKING = "clear_thinking_20251015"
 _MEDIA = {"image": "pictures", "document": "documents", "audio": "sound"}
 
 
@@ -37,6 +38,7 @@ def chat_messages(fields: Fields) -> list[dict[str, Any]]:
             messages.append(_assistant(content, f"{place}.content"))
         else:
             messages += _user(content, message["role"], f"{place}.content")
+    _clear_thinking(messages, _kept_thoughts(fields))
     return messages
 
 
@@ -60,6 +62,35 @@ def chat_tools(fields: Fields) -> list[dict[str, Any]]:
             function["description"] = tool["description"]
         tools.append({"type": "function", "function": function})
     return tools
+
+
+def _kept_thoughts(fields: Fields) -> int | None:
+    """Of how many of the last messages with thinking ``context_management`` keeps it; ``None``: of all.
+
+    Raises:
+        ApiError: Something else than thinking is to be cleared.
+    """
+    management = fields.inner("context_management")
+    kept: int | None = None
+    for number, edit in enumerate((None if management is None else management.items("edits")) or []):
+        place = f"context_management.edits[{number}]"
+        if _kind(edit, place) != _CLEAR_THINKING:
+            raise _wrong(place, "only thinking can be cleared; send the messages that count")
+        if edit.get("keep") == "all":
+            continue
+        keep = Fields(edit, f"{place}.").inner("keep")
+        if keep is not None and keep.choice("type", ("all", "thinking_turns")) == "all":
+            continue
+        turns = (None if keep is None else keep.whole("value", 1, 1_000_000)) or 1
+        kept = turns if kept is None else min(kept, turns)
+    return kept
+
+
+def _clear_thinking(messages: list[dict[str, Any]], kept: int | None) -> None:
+    """Drop the thinking of all messages but the last ``kept`` that have it; ``None``: of none."""
+    thoughts = [message for message in messages if "reasoning_content" in message]
+    for message in thoughts[: -kept if kept is not None else 0]:
+        del message["reasoning_content"]
 
 
 def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:

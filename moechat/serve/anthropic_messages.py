@@ -21,7 +21,6 @@ from moechat.serve.sampling_fields import max_tokens, sampling_options, stops
 _REFUSED = {
     "container": "models run no code here",
     "mcp_servers": "the server connects to no others",
-    "context_management": "send the messages that count",
 }
 _REFUSED_OUTPUT = {"task_budget": "max_tokens limits an answer"}
 

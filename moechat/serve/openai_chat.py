@@ -28,7 +28,7 @@ _REFUSED = {
     "web_search_options": "models have no access to the network",
 }
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 
 
 @dataclass(frozen=True)

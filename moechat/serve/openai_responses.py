@@ -16,7 +16,8 @@ from moechat.serve.fields import Fields
 from moechat.serve.identifiers import new_id
 from moechat.serve.openai_chat import ANY_OBJECT, EFFORTS, effort_options
 from moechat.serve.replies import Reply, Waiting
-from moechat.serve.responses_input import chat_messages, chat_tools
+from moechat.serve.responses_input import chat_messages
+from moechat.serve.responses_tools import GivenTool, GivenTools
 from moechat.serve.sampling_fields import max_tokens, sampling_options
 
 _NO_LOGPROBS = "probabilities of tokens are given by /v1/chat/completions"
@@ -40,11 +41,13 @@ class ResponseRequest:
     Attributes:
         conversation: What is asked.
         stream: Answer in pieces.
+        tools: The tools as the client knows them.
         echoed: Fields of the request that stand in the answer.
     """
 
     conversation: Conversation
     stream: bool
+    tools: GivenTools
     echoed: dict[str, Any]
 
     @classmethod
@@ -58,8 +61,9 @@ class ResponseRequest:
         _refuse_values(fields)
         options = sampling_options(fields)
         options["max_new_tokens"] = max_tokens(fields, "max_output_tokens")
-        tools = validated_tools(chat_tools(fields))
-        choice, named = _tool_choice(fields, {tool.name for tool in tools})
+        given = GivenTools.parse(fields)
+        tools = validated_tools(given.functions)
+        choice, named = _tool_choice(fields, given)
         reasoning = fields.inner("reasoning")
         effort = None if reasoning is None else reasoning.choice("effort", EFFORTS)
         parallel = fields.flag("parallel_tool_calls", True)
@@ -89,7 +93,7 @@ class ResponseRequest:
             "top_p": options.get("top_p"),
             "truncation": "disabled",
         }
-        return cls(conversation, fields.flag("stream"), echoed)
+        return cls(conversation, fields.flag("stream"), given, echoed)
 
 
 class ResponseAnswer:
@@ -145,21 +149,7 @@ class ResponseAnswer:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         inner = {**place, "content_index": 0}
         if block.kind == "call":
-            if change.what == "begin":
-                yield self._event(
-                    "response.output_item.added",
-                    output_index=block.index,
-                    item={**self._item(block, "in_progress"), "arguments": ""},
-                )
-            elif change.what == "add":
-                yield self._event("response.function_call_arguments.delta", **place, delta=change.text)
-            else:
-                yield self._event(
-                    "response.function_call_arguments.done", **place, name=block.name, arguments=block.text
-                )
-                yield self._event(
-                    "response.output_item.done", output_index=block.index, item=self._item(block)
-                )
+            yield from self._call_changed(change, place)
             return
         name = "reasoning_text" if block.kind == "thinking" else "output_text"
         more: dict[str, Any] = {} if block.kind == "thinking" else {"logprobs": []}
@@ -173,6 +163,30 @@ class ResponseAnswer:
             yield self._event(f"response.{name}.done", **inner, text=block.text, **more)
             yield self._event("response.content_part.done", **inner, part=_part(block))
             yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _call_changed(self, change: Change, place: dict[str, Any]) -> Iterator[bytes]:
+        block = change.block
+        tool = self._tool(block)
+        if change.what == "begin":
+            item = {**self._item(block, "in_progress"), "input" if tool.custom else "arguments": ""}
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+        elif change.what == "add":
+            # The input of a custom tool is a text in arguments that are not complete yet.
+            if not tool.custom:
+                yield self._event("response.function_call_arguments.delta", **place, delta=change.text)
+        else:
+            called = tool.called(block.text)
+            if tool.custom:
+                text = called["input"]
+                yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
+                yield self._event("response.custom_tool_call_input.done", **place, input=text)
+            else:
+                done = {"name": tool.name, "arguments": block.text}
+                yield self._event("response.function_call_arguments.done", **place, **done)
+            yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _tool(self, block: Block) -> GivenTool:
+        return self._request.tools.of(block.name)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sent = self._sent, self._sent + 1
@@ -210,15 +224,18 @@ class ResponseAnswer:
     def _item(self, block: Block, status: str = "completed") -> dict[str, Any]:
         identity = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            function = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"type": "function_call", **identity, **function}
+            tool = self._tool(block)
+            kind = "custom_tool_call" if tool.custom else "function_call"
+            return {"type": kind, **identity, "call_id": block.call_id, **tool.called(block.text)}
         if block.kind == "thinking":
             return {"type": "reasoning", **identity, "summary": [], "content": [_part(block)]}
         return {"type": "message", **identity, "role": "assistant", "content": [_part(block)]}
 
     def _item_id(self, block: Block) -> str:
-        kinds = {"call": "fc", "thinking": "rs", "text": "msg"}
-        return self._ids.setdefault(block.index, new_id(kinds[block.kind]))
+        kind = {"call": "fc", "thinking": "rs", "text": "msg"}[block.kind]
+        if block.kind == "call" and self._tool(block).custom:
+            kind = "ctc"
+        return self._ids.setdefault(block.index, new_id(kind))
 
 
 def _part(block: Block) -> dict[str, Any]:
@@ -237,23 +254,24 @@ def _refuse_values(fields: Fields) -> None:
         raise fields.error("truncation", f"truncation auto is not supported: {reason}", code=_UNSUPPORTED)
 
 
-def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:
+def _tool_choice(fields: Fields, tools: GivenTools) -> tuple[Choice, str]:
     value = fields.values.get("tool_choice")
     if value in (None, "auto"):
         return "auto", ""
     if value == "none":
         return "none", ""
     if value == "required":
-        if not names:
+        if not tools.functions:
             raise fields.error("tool_choice", "tool_choice is required, but there are no tools")
         return "required", ""
-    name = value.get("name") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(name, str) or name not in names:
-        raise fields.error(
-            "tool_choice",
-            'tool_choice must be auto, none, required, or {"type": "function", "name": …} of a tool',
-        )
-    return "required", name
+    for function, tool in tools.by_function.items() if isinstance(value, dict) else ():
+        wanted = (value.get("type"), value.get("name"), value.get("namespace") or "")
+        if wanted == ("custom" if tool.custom else "function", tool.name, tool.namespace):
+            return "required", function
+    raise fields.error(
+        "tool_choice",
+        'tool_choice must be auto, none, required, or {"type": "function", "name": …} of a tool',
+    )
 
 
 def _schema(fields: Fields) -> Any:

@@ -1,4 +1,4 @@
-"""Input and tools of OpenAI's responses, as those of its chats."""
+"""Input of OpenAI's responses, as the messages of its chats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from typing import Any
 
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
+from moechat.serve.responses_tools import function_name, input_arguments
 
+# Of tools that OpenAI's servers run: what they found is in the answer behind them, if anywhere.
+_HOSTED_CALLS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "tool_search_call",
+    "tool_search_output",
+)
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -33,36 +43,21 @@ def chat_messages(fields: Fields) -> list[dict[str, Any]]:
     return messages
 
 
-def chat_tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools.
-
-    Raises:
-        ApiError: One is not a function.
-    """
-    tools = []
-    for number, tool in enumerate(fields.items("tools") or []):
-        place = f"tools[{number}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _wrong(place, "only tools of the type function are supported")
-        function = {
-            key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
-        }
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments") or "{}"
+        if kind == "custom_tool_call":
+            arguments = input_arguments(_content(item.get("input"), place))
+        function = {"name": _function(item, place), "arguments": arguments}
         call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
         # Calls of one turn are items of their own, and one message in a chat.
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), place)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
@@ -70,8 +65,16 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
         text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
         if text:
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-    else:
+    elif kind not in _HOSTED_CALLS:
         raise _wrong(f"{place}.type", f"items of the type {str(kind)[:40]} are not supported")
+
+
+def _function(item: dict[str, Any], place: str) -> Any:
+    """The name of the function that stands for the tool of a call."""
+    name, namespace = item.get("name"), item.get("namespace") or ""
+    if not isinstance(name, str) or not isinstance(namespace, str):
+        raise _wrong(f"{place}.name", "the names of a tool and of its namespace must be texts")
+    return function_name(namespace, name)
 
 
 def _content(value: Any, place: str) -> str:

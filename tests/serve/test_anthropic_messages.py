@@ -11,6 +11,9 @@ import httpx
 import pytest
 from serve_support import PATIENCE_S, ServerProcess, sse_events
 
+from moechat.serve.anthropic_input import chat_messages
+from moechat.serve.fields import Fields
+
 STORY: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 TOOL: Any = {
     "name": "weather",
@@ -27,6 +30,10 @@ FORMAT: Any = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
 
 def client_of(server: ServerProcess) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", timeout=PATIENCE_S, max_retries=0)
+
+
+def clearing(**keep: Any) -> dict[str, Any]:
+    return {"edits": [{"type": "clear_thinking_20251015", **keep}]}
 
 
 @pytest.fixture
@@ -133,6 +140,10 @@ def test_tokens_are_counted(api: anthropic.Anthropic) -> None:
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"thinking": {"type": "much"}}, "thinking"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "only thinking"),
+        ({"context_management": {"edits": [5]}}, "context_management.edits[0]"),
+        ({"context_management": clearing(keep={"type": "thinking_turns", "value": 0})}, "keep.value"),
+        ({"context_management": clearing(keep={"type": "some"})}, "keep.type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
@@ -151,6 +162,33 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], na
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert named in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("management", "kept"),
+    [
+        (None, ["first", "second", "third"]),
+        ({"edits": []}, ["first", "second", "third"]),
+        (clearing(keep="all"), ["first", "second", "third"]),
+        (clearing(keep={"type": "all"}), ["first", "second", "third"]),
+        (clearing(keep={"type": "thinking_turns", "value": 2}), ["second", "third"]),
+        (clearing(keep={"type": "thinking_turns", "value": 9}), ["first", "second", "third"]),
+        (clearing(), ["third"]),
+    ],
+)
+def test_older_thinking_is_cleared_where_that_is_asked_for(management: Any, kept: list[str]) -> None:
+    messages: list[Any] = [*STORY]
+    for thought in ("first", "second", "third"):
+        blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "So."}]
+        messages += [{"role": "assistant", "content": blocks}, *STORY]
+    found = chat_messages(Fields({"messages": messages, "context_management": management}))
+    assert [message["reasoning_content"] for message in found if "reasoning_content" in message] == kept
+    assert [message["content"] for message in found if message["role"] == "assistant"] == ["So."] * 3
+
+
+def test_a_client_that_keeps_all_thinking_gets_an_answer(client: httpx.Client) -> None:
+    body = {"messages": STORY, "max_tokens": 2, "model": "demo", "context_management": clearing(keep="all")}
+    assert client.post("/v1/messages", json=body).status_code == 200
 
 
 def test_errors_are_those_of_its_client(api: anthropic.Anthropic) -> None:
