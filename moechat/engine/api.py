@@ -369,6 +369,7 @@ class Engine:
             vocabulary=self.decoder.vocabulary,
             context=self.context_length,
         )
+        held.capacity = self.loaded.plan.context
         self.decoder.prompt_cache.add(held)
         return len(held.tokens)
 

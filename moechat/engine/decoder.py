@@ -13,7 +13,9 @@ from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
-from moechat.models.prompt_cache import CachedTokens, PromptCache
+from moechat.loading.model import LoadedModel
+from moechat.models.attention_cache import reserve_tokens
+from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
 
@@ -50,7 +52,7 @@ class Decoder:
     ) -> None:
         self.stats = stats
         self.stop_tokens = stop_tokens
-        self.prompt_cache = PromptCache(passes.loaded.conversations)
+        self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
         self.cached_tokens = 0
         self.passes = passes
         self.meter = meter
@@ -63,10 +65,14 @@ class Decoder:
         parameters = inspect.signature(model.forward).parameters
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    def new_cache(self) -> Any:
-        """An empty attention cache; ``None`` where the model makes its own, and after closing."""
+    def new_cache(self, capacity: int = 0) -> Any:
+        """An empty attention cache; ``None`` where the model makes its own, and after closing.
+
+        Args:
+            capacity: Tokens that it reserves; 0: those of the context.
+        """
         loaded = self.passes.loaded
-        return None if loaded.model is None else loaded.new_cache(loaded.plan.context)
+        return None if loaded.model is None else loaded.new_cache(capacity or loaded.plan.context)
 
     def parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
         """Split the tokens that are still to be computed into passes.
@@ -223,8 +229,13 @@ class Decoder:
         """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
         held = self.prompt_cache.take(prompt, self.passes.loaded.cache.appendable)
         if held.cache is None:
-            held.cache = self.new_cache()
+            held.cache = self.new_cache(held.capacity)
         return held
+
+    def reserve(self, held: CachedTokens, tokens: int) -> None:
+        """Give a cache of :meth:`take_cache` memory for so many tokens; other conversations make room."""
+        if self.prompt_cache.grow(held, tokens):
+            reserve_tokens(held.cache, held.capacity)
 
     def begin_stats(self, prompt: int, reused: int, seed: int) -> Stats:
         """The statistics of an answer that begins; :attr:`stats` are these from now on."""
@@ -293,4 +304,11 @@ class Decoder:
             self.prompt_cache.keep(held, tokens, prompt, copied=prompt <= loaded.cache.appendable)
             self.cached_tokens = self.prompt_cache.tokens
         else:
-            self.prompt_cache.give_up()
+            self.prompt_cache.give_up(held)
+
+
+def _room(loaded: LoadedModel) -> CacheRoom | None:
+    """The memory that caches share; ``None`` where each takes that of a whole context at once."""
+    if loaded.accelerator is not None or not loaded.cache.reserved:
+        return None
+    return CacheRoom(loaded.cache.nbytes, loaded.plan.context, loaded.conversations)

@@ -143,6 +143,7 @@ class Answer:
     def begin_pass(self) -> None:
         """A pass of :attr:`next_token` begins; if it fails, the cache is good only up to its last copy."""
         assert self._held is not None
+        self.decoder.reserve(self._held, self._computed + 1)
         self._held.whole = False
 
     def give_back(self) -> None:
@@ -185,6 +186,7 @@ class Answer:
         decoder.meter.start()
         begun = time.perf_counter()
         chunks = self._waves.pop(0)
+        decoder.reserve(held, self._computed + sum(chunk.shape[1] for chunk in chunks))
         held.whole = False
         if self._computed < self._prompt:
             logits, held.cache = decoder.advance(

@@ -58,6 +58,14 @@ def new_cache(shape: CacheShape, config: Any, capacity: int) -> Any:
     return cache
 
 
+@torch.inference_mode()
+def reserve_tokens(cache: Any, capacity: int) -> None:
+    """Reserve memory for more tokens in a cache of :func:`new_cache`, which keeps those that it holds."""
+    for layer in cache.layers:
+        if isinstance(layer, ReservedLayer):
+            layer.reserve(capacity)
+
+
 def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
     if type(layer) is DynamicLayer:
         return ReservedLayer(capacity, packed=packed)

@@ -116,6 +116,20 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         _forget(self)
         super().reset()
 
+    def reserve(self, capacity: int) -> None:
+        """Reserve memory for more tokens; those that are there are copied. Not with shared memory."""
+        self._capacity = max(self._capacity, capacity)
+        if self._reserved is None or capacity <= self._reserved[0].shape[-2]:
+            return
+        held = self.get_seq_length()
+        keys, values = (
+            rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1])) for rows in self._reserved
+        )
+        for new, old in zip((keys, values), self._reserved, strict=True):
+            new.narrow(-2, 0, held).copy_(old.narrow(-2, 0, held))
+        self._reserved = keys, values
+        self.keys, self.values = keys.narrow(-2, 0, held), values.narrow(-2, 0, held)
+
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
         fresh = _fresh(keys, values, capacity, self.memory, packed=self.packed)
         if held:

@@ -8,7 +8,7 @@ and so are the bits. Caches with states go back to ends of parts where these wer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,42 @@ from typing import Any
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut, copy_layer
 
 _NEVER = 1 << 62
+# Caches that are kept, at most: each is compared with every prompt.
+_MOST_HELD = 16
+# Tokens that a cache reserves: a quarter more than it needs now, and some for an answer, in steps. Above a
+# share of the context it is all of it, so that a conversation is copied a few times at most.
+_MORE, _ANSWER, _STEP = 4, 512, 2048
+_WHOLE_SHARE = 0.6
 
 
-@dataclass
+@dataclass(frozen=True)
+class CacheRoom:
+    """Memory that attention caches of several lengths share.
+
+    Attributes:
+        nbytes: Bytes of a cache that reserves so many tokens.
+        context: Most tokens of a cache.
+        conversations: Caches of that length that the memory holds.
+    """
+
+    nbytes: Callable[[int], int]
+    context: int
+    conversations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all caches."""
+        return self.conversations * self.nbytes(self.context)
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens to reserve for a cache that needs so many now."""
+        wanted = tokens + tokens // _MORE + _ANSWER
+        if wanted > _WHOLE_SHARE * self.context:
+            return self.context
+        return min(self.context, -(-wanted // _STEP) * _STEP)
+
+
+@dataclass(eq=False)
 class CachedTokens:
     """An attention cache, its tokens, and the places to which it can go back. It has one owner at a time.
 
@@ -31,6 +64,7 @@ class CachedTokens:
         marks: Ends of parts, ascending.
         copies: Copies of states at some of the marks.
         whole: No pass is under way, nor was one interrupted.
+        capacity: Tokens that the cache reserves memory for, where caches share a :class:`CacheRoom`.
     """
 
     cache: Any = None
@@ -41,6 +75,7 @@ class CachedTokens:
     marks: list[int] = field(default_factory=list)
     copies: dict[int, CacheCopy] = field(default_factory=dict)
     whole: bool = True
+    capacity: int = 0
     _ends: set[int] = field(default_factory=set)
     _wanted: set[int] = field(default_factory=set)
     _afresh: bool = True
@@ -133,14 +168,17 @@ class PromptCache:
 
     Args:
         most: Most attention caches at a time, those that are taken out included.
+        room: Memory of the caches, which limits them in place of their number; ``None``: all are of one
+            length.
     """
 
-    # Invariants: a cache in _held has no other owner; len(_held) + _taken <= most, unless more are taken out.
-    # The one that was used last comes last.
-    def __init__(self, most: int = 1) -> None:
+    # Invariants: a cache in _held has no other owner. Those of _held and _taken are at most `most`, or take
+    # at most room.total, unless those in _taken are more alone. The last one of _held was used last.
+    def __init__(self, most: int = 1, room: CacheRoom | None = None) -> None:
         self._most = most
+        self._room = room
         self._held: list[CachedTokens] = []
-        self._taken = 0
+        self._taken: list[CachedTokens] = []
 
     @property
     def empty(self) -> bool:
@@ -175,25 +213,37 @@ class PromptCache:
             tokens: The prompt.
             most: Longest prompt that may be computed in parts.
         """
-        self._taken += 1
         best = max(self._held, key=lambda held: held.reach(tokens, most), default=None)
         reused = 0 if best is None else best.reach(tokens, most)
         if best is None or not reused:
-            self._make_room()
-            return CachedTokens()
+            capacity = 0 if self._room is None else self._room.capacity(len(tokens))
+            return self._take_out(CachedTokens(capacity=capacity))
+        self._held.remove(best)
         goes_on = 2 * reused >= len(best.tokens)
-        if not goes_on and self._most > 1:
-            self._held.remove(best)
+        if not goes_on and self._fits_twice(best):
+            copied = self._take_out(deepcopy(best))
+            copied.go_back(reused)
             self._held.append(best)
             self._make_room()
-            if best in self._held:
-                copied = deepcopy(best)
-                copied.go_back(reused)
-                return copied
-        if best in self._held:
-            self._held.remove(best)
+            return copied
         best.go_back(reused)
-        return best
+        return self._take_out(best)
+
+    def grow(self, held: CachedTokens, tokens: int) -> bool:
+        """Make room where a cache that is taken out needs more than it has reserved.
+
+        Args:
+            held: The cache.
+            tokens: Tokens that it will hold.
+
+        Returns:
+            Whether ``held.capacity`` is larger now.
+        """
+        if self._room is None or tokens <= held.capacity:
+            return False
+        held.capacity = self._room.capacity(tokens)
+        self._make_room()
+        return True
 
     def keep(self, held: CachedTokens, tokens: list[int], prompt: int, *, copied: bool) -> None:
         """Store a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
@@ -207,7 +257,7 @@ class PromptCache:
             prompt: Tokens of the prompt.
             copied: The cache may be continued though it cannot be cut.
         """
-        self.give_up()
+        self.give_up(held)
         held.forget_unfinished()
         if can_cut(held.cache):
             if not held.cache.layers or any(
@@ -230,17 +280,38 @@ class PromptCache:
             self._held.append(held)
             self._make_room()
 
-    def give_up(self) -> None:
+    def give_up(self, held: CachedTokens) -> None:
         """A cache that was taken out is gone."""
-        self._taken = max(0, self._taken - 1)
+        self._taken = [other for other in self._taken if other is not held]
 
     def drop(self) -> None:
         """Discard all stored caches."""
         self._held = []
 
+    def _take_out(self, held: CachedTokens) -> CachedTokens:
+        self._taken.append(held)
+        self._make_room()
+        return held
+
+    def _fits_twice(self, held: CachedTokens) -> bool:
+        """Whether a cache and a copy of it may be there at a time."""
+        if self._room is None:
+            return len(self._taken) + 2 <= self._most
+        return self._used(self._taken) + 2 * self._used([held]) <= self._room.total
+
+    def _used(self, caches: Iterable[CachedTokens]) -> int:
+        assert self._room is not None
+        return sum(self._room.nbytes(held.capacity) for held in caches)
+
     def _make_room(self) -> None:
-        while self._held and len(self._held) + self._taken > self._most:
+        while self._held and self._too_many:
             self._held.pop(0)
+
+    @property
+    def _too_many(self) -> bool:
+        if self._room is None:
+            return len(self._held) + len(self._taken) > self._most
+        return len(self._held) > _MOST_HELD or self._used([*self._held, *self._taken]) > self._room.total
 
 
 def thinned(places: list[int], most: int) -> list[int]:

@@ -94,7 +94,7 @@ def test_a_cancelled_task_ends_its_answer_and_others_go_on() -> None:
             assert 0 < len(await beside) <= 40
             # A token later nothing of it is left: its place in the prompt cache is free.
             await texts(found, PROMPTS[2], max_new_tokens=2)
-            assert await found.call(lambda engine: engine.decoder.prompt_cache._taken) == 0
+            assert await found.call(lambda engine: engine.decoder.prompt_cache._taken) == []
             assert not found._running
 
     run(work())

@@ -1,0 +1,207 @@
+"""Attention caches of several conversations in the memory of one whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiny import tiny_config, write_tiny_checkpoint
+from transformers.cache_utils import DynamicCache
+
+import moechat
+from moechat import Engine
+from moechat.models.attention_cache import reserve_tokens
+from moechat.models.cache_layers import ReservedLayer
+from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
+
+CONTEXT = 16_384
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    found: list[int] = torch.randint(3, 100, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, home: Path) -> Path:
+    directory: Path = tmp_path_factory.mktemp("caches") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0, max_position_embeddings=CONTEXT))
+    return directory
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with moechat.load(checkpoint, ctx=CONTEXT) as loaded:
+        yield loaded
+
+
+def answer(engine: Engine, prompt: list[int], count: int = 4) -> list[int]:
+    return [step.token_id for step in engine.generate(prompt, max_new_tokens=count, temperature=0.0)]
+
+
+def test_a_short_request_leaves_the_cache_of_a_long_conversation(engine: Engine) -> None:
+    long = tokens(1, 6000)
+    said = answer(engine, long)
+    for seed in range(2, 5):
+        answer(engine, tokens(seed, 300))
+        assert engine.stats.reused_tokens == 0
+    assert len(engine.decoder.prompt_cache) == 4
+    answer(engine, [*long, *said, 5, 6, 7])
+    assert engine.stats.reused_tokens == len(long) + len(said) - 1
+
+
+def test_the_conversation_that_was_not_used_for_longest_makes_room(engine: Engine) -> None:
+    long = [tokens(seed, 6000) for seed in range(3)]  # two of them fit in the context
+    for prompt in long:
+        answer(engine, prompt)
+    assert len(engine.decoder.prompt_cache) == 2
+    answer(engine, [*long[1], 5])
+    assert engine.stats.reused_tokens > 5000
+    answer(engine, [*long[0], 5])
+    assert engine.stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_conversation_that_grows_keeps_its_bits(
+    checkpoint: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [tokens(seed, count) for seed, count in enumerate((500, 1200, 1300, 2500, 9000))]
+
+    def conversation(engine: Engine) -> tuple[list[list[int]], list[int]]:
+        said, capacities, whole = [], [], list[int]()
+        for turn in turns:
+            whole += turn
+            said.append(answer(engine, whole, 40))
+            whole += said[-1]
+            latest = engine.decoder.prompt_cache.latest
+            assert latest is not None
+            capacities.append(latest.capacity)
+        return said, capacities
+
+    with moechat.load(checkpoint, ctx=CONTEXT, kv_bits=kv_bits) as engine:
+        found, capacities = conversation(engine)
+    assert capacities == sorted(capacities)
+    assert len(set(capacities)) >= 3
+    assert capacities[-1] == CONTEXT
+    monkeypatch.setattr("moechat.engine.decoder._room", lambda _loaded: None)
+    with moechat.load(checkpoint, ctx=CONTEXT, kv_bits=kv_bits) as engine:
+        wanted, _ = conversation(engine)
+    assert found == wanted
+
+
+def test_an_answer_that_outgrows_its_cache_while_it_is_written_keeps_its_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moechat.models.prompt_cache._STEP", 16)
+    monkeypatch.setattr("moechat.models.prompt_cache._ANSWER", 4)
+    prompt = tokens(9, 20)
+    found = answer(engine, prompt, 100)
+    latest = engine.decoder.prompt_cache.latest
+    assert latest is not None
+    assert 119 <= latest.capacity < 200
+    engine.drop_prompt_cache()
+    monkeypatch.setattr("moechat.models.prompt_cache._STEP", 2048)
+    assert answer(engine, prompt, 100) == found
+
+
+def test_a_beginning_is_copied_only_where_both_fit(engine: Engine) -> None:
+    system = tokens(1, 2100)
+    first = [*system, *tokens(2, 2200)]
+    answer(engine, first)
+    answer(engine, [*system, *tokens(3, 50)])
+    assert engine.stats.reused_tokens == 2048, "a whole part"
+    answer(engine, [*first, 5])
+    assert engine.stats.reused_tokens > 4000, "the first conversation is still there"
+    longer = tokens(4, 9000)
+    answer(engine, longer)
+    assert len(engine.decoder.prompt_cache) == 1
+    answer(engine, [*longer[:3000], *tokens(5, 50)])
+    assert engine.stats.reused_tokens == 2048
+    assert len(engine.decoder.prompt_cache) == 1, "no room for a copy: its memory is used"
+
+
+ROOM = CacheRoom(lambda capacity: 1000 + 10 * capacity, 10_000, 2)
+
+
+def test_a_cache_reserves_a_little_more_than_it_needs_or_the_whole_context() -> None:
+    assert ROOM.capacity(1) == 2048
+    assert ROOM.capacity(1300) == 4096
+    assert ROOM.capacity(4300) == 6144
+    assert ROOM.capacity(5000) == 10_000
+    assert ROOM.capacity(10_000) == 10_000
+    small = CacheRoom(ROOM.nbytes, 1024, 1)
+    assert small.capacity(1) == 1024
+
+
+@torch.inference_mode()
+def test_layers_keep_their_tokens_when_they_reserve_more() -> None:
+    for packed in (False, True):
+        cache = DynamicCache()
+        layer = ReservedLayer(8, packed=packed)
+        cache.layers = [layer]
+        states = torch.randn(1, 2, 8, 64)
+        before = [rows.clone() for rows in layer.update(states, states + 1)]
+        assert not layer.takes_token(2, 64, torch.float32)
+        reserve_tokens(cache, 20)
+        assert layer.takes_token(2, 64, torch.float32)
+        more = torch.randn(1, 2, 3, 64)
+        for rows, first in zip(layer.update(more, more), before, strict=True):
+            assert torch.equal(rows[:, :, :8], first)
+            assert rows.shape[-2] == 11
+        reserve_tokens(cache, 10)
+        assert layer.get_seq_length() == 11
+
+
+class Sharing(RuleBasedStateMachine):
+    """Answers begin, grow and end in any order, at most two at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PromptCache(2, ROOM)
+        self.running: list[tuple[CachedTokens, list[int]]] = []
+
+    @rule(text=st.integers(0, 5), count=st.integers(1, 9000))
+    def begin(self, text: int, count: int) -> None:
+        if len(self.running) == 2:
+            return
+        prompt = [text] * count
+        held = self.cache.take(prompt, 1 << 40)
+        assert held.tokens == prompt[: len(held.tokens)]
+        assert len(held.tokens) < count
+        if held.cache is None:
+            held.cache = DynamicCache()
+            held.cache.layers = [ReservedLayer(held.capacity)]
+        assert all(held is not other for other, _ in self.running)
+        self.running.append((held, prompt))
+
+    @rule(place=st.integers(0, 1), count=st.integers(1, 3000), kept=st.booleans())
+    def end(self, place: int, count: int, kept: bool) -> None:
+        if place >= len(self.running):
+            return
+        held, prompt = self.running.pop(place)
+        whole = (prompt + [9] * count)[: ROOM.context]
+        self.cache.grow(held, len(whole))
+        assert held.capacity >= len(whole)
+        fresh = torch.zeros(1, 1, len(whole) - held.cache.layers[0].get_seq_length(), 1)
+        held.cache.layers[0].update(fresh, fresh)
+        if kept:
+            self.cache.keep(held, whole, len(prompt), copied=True)
+        else:
+            self.cache.give_up(held)
+
+    @invariant()
+    def the_memory_holds_them(self) -> None:
+        kept = [*self.cache._held, *(held for held, _ in self.running)]
+        assert sum(ROOM.nbytes(held.capacity) for held in kept) <= ROOM.total
+        assert len({id(held) for held in kept}) == len(kept)
+        assert all(len(held.tokens) <= held.capacity for held in kept)
+        assert len(self.cache) <= 16
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
