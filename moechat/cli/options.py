@@ -161,7 +161,7 @@ class ServingOptions(PlaceOptions):
         int,
         option(
             "N",
-            "Attention caches that the memory budget holds: those of answers under way, and those of "
-            "conversations that may go on.",
+            "Attention caches of a whole context that the memory budget holds: those of answers under way, "
+            "and those of conversations that may go on. On the CPU shorter ones share their memory.",
         ),
     ] = LoadOptions.conversations

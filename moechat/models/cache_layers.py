@@ -9,12 +9,14 @@ reads the packed rows.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.models.cache_memory import LayerMemory, Place
+from moechat.models.lazy_memory import unwritten
 from moechat.models.packed_rows import empty_rows, pack, row_bytes, unpack_like
 
 # Address of all keys and the stride of their heads, the same of the values, the number of tokens before the
@@ -119,16 +121,32 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reserve(self, capacity: int) -> None:
         """Reserve memory for more tokens; those that are there are copied. Not with shared memory."""
         self._capacity = max(self._capacity, capacity)
-        if self._reserved is None or capacity <= self._reserved[0].shape[-2]:
-            return
+        if self._reserved is not None and capacity > self._reserved[0].shape[-2]:
+            self._move_to(self._reserved, capacity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReservedLayer:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        moves = self._reserved is not None and self.memory is None
+        for name, value in vars(self).items():
+            if not (moves and name in ("_reserved", "keys", "values")):
+                setattr(twin, name, deepcopy(value, memo))
+        if moves and self._reserved is not None:
+            # Only its tokens: what is reserved behind them has no physical memory yet.
+            twin.keys, twin.values = self.keys, self.values
+            twin._move_to(self._reserved, self._reserved[0].shape[-2])
+        return twin
+
+    def _move_to(self, reserved: tuple[torch.Tensor, torch.Tensor], capacity: int) -> None:
+        """Reserve memory of its own for the tokens that the layer has in ``reserved``."""
         held = self.get_seq_length()
-        keys, values = (
-            rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1])) for rows in self._reserved
-        )
-        for new, old in zip((keys, values), self._reserved, strict=True):
+        moved = []
+        for old in reserved:
+            new = _rows(old, capacity)
             new.narrow(-2, 0, held).copy_(old.narrow(-2, 0, held))
-        self._reserved = keys, values
-        self.keys, self.values = keys.narrow(-2, 0, held), values.narrow(-2, 0, held)
+            moved.append(new)
+        self._reserved = moved[0], moved[1]
+        self.keys, self.values = (rows.narrow(-2, 0, held) for rows in moved)
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
         fresh = _fresh(keys, values, capacity, self.memory, packed=self.packed)
@@ -333,5 +351,8 @@ def _fresh(
         return memory.take(keys, values, capacity, packed=packed)
     if packed:
         return empty_rows(keys, capacity), empty_rows(values, capacity)
-    shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]
-    return keys.new_empty(shapes[0]), values.new_empty(shapes[1])
+    return _rows(keys, capacity), _rows(values, capacity)
+
+
+def _rows(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    return unwritten((*like.shape[:-2], capacity, like.shape[-1]), like.dtype, like.device)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from moechat import _native
+from moechat.models.lazy_memory import unwritten
 
 # What a row with fewer bits than an element of the model's type holds.
 ROW_TYPE = torch.uint8
@@ -93,7 +94,7 @@ def unpack_like(rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 def empty_rows(states: torch.Tensor, tokens: int) -> torch.Tensor:
     """Memory for packed rows of the heads of ``states``, uninitialised."""
-    return states.new_empty((*states.shape[:-2], tokens, row_bytes(states.shape[-1])), dtype=ROW_TYPE)
+    return unwritten((*states.shape[:-2], tokens, row_bytes(states.shape[-1])), ROW_TYPE, states.device)
 
 
 def _name(dtype: torch.dtype) -> str:

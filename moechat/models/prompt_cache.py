@@ -18,10 +18,10 @@ from moechat.models.cache_states import CacheCopy, can_copy, can_cut, copy_layer
 _NEVER = 1 << 62
 # Caches that are kept, at most: each is compared with every prompt.
 _MOST_HELD = 16
-# Tokens that a cache reserves: a quarter more than it needs now, and some for an answer, in steps. Above a
-# share of the context it is all of it, so that a conversation is copied a few times at most.
-_MORE, _ANSWER, _STEP = 4, 512, 2048
-_WHOLE_SHARE = 0.6
+# Tokens that a cache reserves: an eighth more than it needs now, and some for an answer, in steps. Above a
+# share of the context it is all of it: while it grows, one layer has its tokens twice, which must fit too.
+_MORE, _ANSWER, _STEP = 8, 512, 2048
+_WHOLE_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class CachedTokens:
         copies: Copies of states at some of the marks.
         whole: No pass is under way, nor was one interrupted.
         capacity: Tokens that the cache reserves memory for, where caches share a :class:`CacheRoom`.
+        credit: The cache with the least of it makes room for others; see :class:`PromptCache`.
     """
 
     cache: Any = None
@@ -76,6 +77,7 @@ class CachedTokens:
     copies: dict[int, CacheCopy] = field(default_factory=dict)
     whole: bool = True
     capacity: int = 0
+    credit: int = 0
     _ends: set[int] = field(default_factory=set)
     _wanted: set[int] = field(default_factory=set)
     _afresh: bool = True
@@ -166,6 +168,10 @@ class CachedTokens:
 class PromptCache:
     """Keys, values and states of prompts and answers: of the last one, or of several conversations.
 
+    Which one makes room for others follows GreedyDual (Young, 1994): a cache that was used has the credit of
+    the last one that made room, and a point for each token that would have to be computed again. So short
+    requests do not drive a long conversation out, and a long one that nobody goes on with leaves in time.
+
     Args:
         most: Most attention caches at a time, those that are taken out included.
         room: Memory of the caches, which limits them in place of their number; ``None``: all are of one
@@ -179,6 +185,7 @@ class PromptCache:
         self._room = room
         self._held: list[CachedTokens] = []
         self._taken: list[CachedTokens] = []
+        self._spent = 0  # credit of the last one that made room
 
     @property
     def empty(self) -> bool:
@@ -200,6 +207,7 @@ class PromptCache:
 
     def add(self, held: CachedTokens) -> None:
         """Keep a cache as the one that was used last."""
+        held.credit = self._spent + len(held.tokens)
         self._held.append(held)
         self._make_room()
 
@@ -223,8 +231,7 @@ class PromptCache:
         if not goes_on and self._fits_twice(best):
             copied = self._take_out(deepcopy(best))
             copied.go_back(reused)
-            self._held.append(best)
-            self._make_room()
+            self.add(best)
             return copied
         best.go_back(reused)
         return self._take_out(best)
@@ -277,8 +284,7 @@ class PromptCache:
         if len(tokens) > prompt:
             held.answered = min(held.answered, prompt)
         if len(tokens) > prompt or held.marks:
-            self._held.append(held)
-            self._make_room()
+            self.add(held)
 
     def give_up(self, held: CachedTokens) -> None:
         """A cache that was taken out is gone."""
@@ -305,7 +311,9 @@ class PromptCache:
 
     def _make_room(self) -> None:
         while self._held and self._too_many:
-            self._held.pop(0)
+            gone = min(self._held, key=lambda held: held.credit)
+            self._held = [other for other in self._held if other is not gone]
+            self._spent = gone.credit
 
     @property
     def _too_many(self) -> bool:

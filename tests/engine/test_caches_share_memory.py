@@ -130,9 +130,9 @@ ROOM = CacheRoom(lambda capacity: 1000 + 10 * capacity, 10_000, 2)
 
 def test_a_cache_reserves_a_little_more_than_it_needs_or_the_whole_context() -> None:
     assert ROOM.capacity(1) == 2048
-    assert ROOM.capacity(1300) == 4096
+    assert ROOM.capacity(1500) == 4096
     assert ROOM.capacity(4300) == 6144
-    assert ROOM.capacity(5000) == 10_000
+    assert ROOM.capacity(7200) == 10_000
     assert ROOM.capacity(10_000) == 10_000
     small = CacheRoom(ROOM.nbytes, 1024, 1)
     assert small.capacity(1) == 1024
