@@ -369,7 +369,7 @@ class Engine:
             vocabulary=self.decoder.vocabulary,
             context=self.context_length,
         )
-        held.capacity = self.loaded.plan.context
+        held.capacity = self.context_length
         self.decoder.prompt_cache.add(held)
         return len(held.tokens)
 
@@ -544,8 +544,8 @@ class Engine:
         """Generate an answer beside others: several such iterators may be advanced in turns.
 
         Each has an attention cache of its own; ``conversations`` of :class:`moechat.LoadOptions` says how
-        many the memory budget holds. The tokens are those that each would have alone. :attr:`stats` are those
-        of the answer that was advanced last.
+        many of a whole context the memory budget holds. The tokens are those that each would have alone.
+        :attr:`stats` are those of the answer that was advanced last.
 
         Args:
             prompt: As for :meth:`generate`, and so are options and errors.

@@ -18,6 +18,7 @@ from moechat.models.attention_cache import reserve_tokens
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
+from moechat.sizes.cache_shape import PREFILL_CHUNK
 
 
 class Decoder:
@@ -96,7 +97,9 @@ class Decoder:
         A last pass of one token stays alone: it is computed like a decoded one.
         """
         loaded = self.passes.loaded
-        count = loaded.plan.wave // loaded.chunk
+        # The tuner may have mapped the experts since the plan was made: longer waves have no use then.
+        wave = loaded.plan.wave if loaded.near is not None else min(loaded.plan.wave, PREFILL_CHUNK)
+        count = wave // loaded.chunk
         if count < 2 or loaded.chunk < 2:
             return [[part] for part in parts]
         alone = parts[-1:] if parts[-1].shape[1] == 1 else []
@@ -229,7 +232,11 @@ class Decoder:
         """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
         held = self.prompt_cache.take(prompt, self.passes.loaded.cache.appendable)
         if held.cache is None:
-            held.cache = self.new_cache(held.capacity)
+            try:
+                held.cache = self.new_cache(held.capacity)
+            except BaseException:
+                self.prompt_cache.give_up(held)
+                raise
         return held
 
     def reserve(self, held: CachedTokens, tokens: int) -> None:

@@ -172,6 +172,7 @@ class Answer:
         decoder = self.decoder
         self._held = decoder.take_cache(self._known)
         reused = self._computed = len(self._held.tokens)
+        decoder.reserve(self._held, self._prompt)  # at once, not part by part
         self.stats = decoder.begin_stats(self._prompt, reused, self._settings.seed)
         parts = decoder.parts(self._history[:, reused:], self._prompt)
         self._waves = decoder.waves(parts)

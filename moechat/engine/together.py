@@ -86,9 +86,9 @@ def _compute_group(decoder: Decoder, group: list[tuple[Answer, int]]) -> bool:
     answers = [answer for answer, _ in group]
     decoder.meter.start()
     begun = time.perf_counter()
-    for answer in answers:
-        answer.begin_pass()
     try:
+        for answer in answers:
+            answer.begin_pass()
         rows = decoder.passes.run_together(
             [token for _, token in group], [answer.cache for answer in answers]
         )

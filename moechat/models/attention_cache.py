@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 _APPENDABLE = (*_KEYS_AND_VALUES, *INDEXED)
 # Layers over which graphs can replay tokens, in the form that :func:`_reserving` gives them.
 _REPLAYED = (*_KEYS_AND_VALUES, LinearAttentionLayer, *EMPTY)
-# Layers that grow without a copy in the form that :func:`_reserving` gives them.
+# Layers that take tokens without a copy in the form that :func:`_reserving` gives them.
 _RESERVED = (DynamicLayer, *INDEXED)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
 _TRIAL = 1009
@@ -64,6 +65,23 @@ def reserve_tokens(cache: Any, capacity: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, ReservedLayer):
             layer.reserve(capacity)
+
+
+@torch.inference_mode()
+def copy_cache(cache: Any, tokens: int, capacity: int) -> Any:
+    """A copy of a cache of :func:`new_cache`: the first ``tokens`` tokens of its reserved layers, and others.
+
+    Args:
+        cache: The cache, with at least so many tokens.
+        tokens: Of the copy.
+        capacity: Tokens that it reserves.
+    """
+    twin = copy(cache)
+    twin.layers = [
+        layer.copy_of(tokens, capacity) if isinstance(layer, ReservedLayer) else deepcopy(layer)
+        for layer in cache.layers
+    ]
+    return twin
 
 
 def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Layers of the attention cache in memory that is reserved once.
+"""Layers of the attention cache in memory that is reserved ahead.
 
 A layer holds keys and values as they are, or packed in 8 bits (:mod:`moechat.models.packed_rows`). The tokens
 of packed layers are rows of bytes in the same places, so growing, cropping and moving do not differ. For
@@ -9,7 +9,6 @@ reads the packed rows.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ AppendPlace = tuple[int, int, int, int, int, bool]
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer in memory reserved once for the whole context.
+    """Keys and values of one layer in memory reserved for a number of tokens.
 
     transformers' own layer copies all its tokens for each new one. Here only the new token is written, and
     the system assigns physical memory to reserved pages at their first write.
@@ -122,31 +121,25 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Reserve memory for more tokens; those that are there are copied. Not with shared memory."""
         self._capacity = max(self._capacity, capacity)
         if self._reserved is not None and capacity > self._reserved[0].shape[-2]:
-            self._move_to(self._reserved, capacity)
+            self._move(self.get_seq_length(), capacity)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReservedLayer:
+    def copy_of(self, tokens: int, capacity: int) -> ReservedLayer:
+        """A layer with the first ``tokens`` tokens of this one, in its own memory. Not with shared memory."""
         twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        moves = self._reserved is not None and self.memory is None
-        for name, value in vars(self).items():
-            if not (moves and name in ("_reserved", "keys", "values")):
-                setattr(twin, name, deepcopy(value, memo))
-        if moves and self._reserved is not None:
-            # Only its tokens: what is reserved behind them has no physical memory yet.
-            twin.keys, twin.values = self.keys, self.values
-            twin._move_to(self._reserved, self._reserved[0].shape[-2])
+        vars(twin).update(vars(self))
+        twin._capacity = capacity
+        if self._reserved is not None:
+            twin._move(tokens, max(tokens, capacity))
         return twin
 
-    def _move_to(self, reserved: tuple[torch.Tensor, torch.Tensor], capacity: int) -> None:
-        """Reserve memory of its own for the tokens that the layer has in ``reserved``."""
-        held = self.get_seq_length()
-        moved = []
-        for old in reserved:
-            new = _rows(old, capacity)
-            new.narrow(-2, 0, held).copy_(old.narrow(-2, 0, held))
-            moved.append(new)
-        self._reserved = moved[0], moved[1]
-        self.keys, self.values = (rows.narrow(-2, 0, held) for rows in moved)
+    def _move(self, held: int, capacity: int) -> None:
+        """Take the first ``held`` tokens to other memory, and leave that where they are."""
+        assert self._reserved is not None
+        old = list(self._reserved)
+        self._reserved = _rows(old[0], capacity), _rows(old[1], capacity)
+        # The old keys are free before values are written.
+        self.keys = _moved(old.pop(0), self._reserved[0], held)
+        self.values = _moved(old.pop(0), self._reserved[1], held)
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
         fresh = _fresh(keys, values, capacity, self.memory, packed=self.packed)
@@ -352,6 +345,12 @@ def _fresh(
     if packed:
         return empty_rows(keys, capacity), empty_rows(values, capacity)
     return _rows(keys, capacity), _rows(values, capacity)
+
+
+def _moved(old: torch.Tensor, new: torch.Tensor, held: int) -> torch.Tensor:
+    rows = new.narrow(-2, 0, held)
+    rows.copy_(old.narrow(-2, 0, held))
+    return rows
 
 
 def _rows(like: torch.Tensor, capacity: int) -> torch.Tensor:

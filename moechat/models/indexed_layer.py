@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import DynamicIndexedLayer
 
 from moechat.models.cache_layers import ReservedLayer
+from moechat.models.lazy_memory import unwritten
 
 
 class IndexedLayer(ReservedLayer):  # type: ignore[no-untyped-call]
@@ -43,7 +44,8 @@ class IndexedLayer(ReservedLayer):  # type: ignore[no-untyped-call]
         length = held + indexer_key_states.shape[1]
         if self._indexer_memory is None or length > self._indexer_memory.shape[1]:
             batch, _, dim = indexer_key_states.shape
-            fresh = indexer_key_states.new_empty((batch, max(length, self._capacity), dim))
+            shape = (batch, max(length, self._capacity), dim)
+            fresh = unwritten(shape, indexer_key_states.dtype, indexer_key_states.device)
             if self.indexer_keys is not None:
                 fresh[:, :held] = self.indexer_keys[:, :held]
             self._indexer_memory = fresh
@@ -56,6 +58,14 @@ class IndexedLayer(ReservedLayer):  # type: ignore[no-untyped-call]
         super().crop(tokens_to_remove)
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[:, : self.get_seq_length()]
+
+    def _move(self, held: int, capacity: int) -> None:
+        super()._move(held, capacity)
+        if self.indexer_keys is not None:
+            old = self.indexer_keys
+            self._indexer_memory = unwritten((old.shape[0], capacity, old.shape[2]), old.dtype, old.device)
+            self._indexer_memory[:, :held] = old[:, :held]
+            self.indexer_keys = self._indexer_memory[:, :held]
 
     def reset(self) -> None:
         """Forget all tokens; the reserved memory stays."""

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from moechat.models.attention_cache import copy_cache
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut, copy_layer
 
 _NEVER = 1 << 62
@@ -123,6 +124,16 @@ class CachedTokens:
         self.marks = [mark for mark in self.marks if mark <= position]
         self.copies = {mark: copy for mark, copy in self.copies.items() if mark <= position}
 
+    def copy_to(self, other: CachedTokens, position: int) -> None:
+        """Give another the tokens before ``position``, a result of :meth:`reach`, in memory of its own."""
+        if other.capacity:
+            other.cache = copy_cache(self.cache, position, other.capacity)
+        else:
+            other.cache = deepcopy(self.cache)
+        other.tokens, other.prompt, other.answered = self.tokens, self.prompt, self.answered
+        other.fresh, other.marks, other.copies = self.fresh, self.marks, self.copies
+        other.go_back(position)
+
     def begin(self, ends: Iterable[int], copies: int) -> None:
         """Choose where states are copied in the next prompt.
 
@@ -170,7 +181,8 @@ class PromptCache:
 
     Which one makes room for others follows GreedyDual (Young, 1994): a cache that was used has the credit of
     the last one that made room, and a point for each token that would have to be computed again. So short
-    requests do not drive a long conversation out, and a long one that nobody goes on with leaves in time.
+    requests do not drive a long conversation out, and a long one that nobody goes on with leaves in time. The
+    one that is kept now stays.
 
     Args:
         most: Most attention caches at a time, those that are taken out included.
@@ -179,7 +191,8 @@ class PromptCache:
     """
 
     # Invariants: a cache in _held has no other owner. Those of _held and _taken are at most `most`, or take
-    # at most room.total, unless those in _taken are more alone. The last one of _held was used last.
+    # at most room.total, unless those in _taken, or they and the one that was kept last, are more alone. The
+    # last one of _held was used last.
     def __init__(self, most: int = 1, room: CacheRoom | None = None) -> None:
         self._most = most
         self._room = room
@@ -209,13 +222,13 @@ class PromptCache:
         """Keep a cache as the one that was used last."""
         held.credit = self._spent + len(held.tokens)
         self._held.append(held)
-        self._make_room()
+        self._make_room(held)
 
     def take(self, tokens: list[int], most: int) -> CachedTokens:
         """Take out the cache with the most of the first tokens of a prompt that can be kept, or a new one.
 
-        A cache of another conversation that only begins in the same way is copied where there is room: it
-        stays for that conversation. The one that was not used for longest makes room.
+        The beginning of a cache of another conversation is copied: the cache stays for that conversation
+        where both fit.
 
         Args:
             tokens: The prompt.
@@ -223,18 +236,40 @@ class PromptCache:
         """
         best = max(self._held, key=lambda held: held.reach(tokens, most), default=None)
         reused = 0 if best is None else best.reach(tokens, most)
+        capacity = 0 if self._room is None else self._room.capacity(len(tokens))
         if best is None or not reused:
-            capacity = 0 if self._room is None else self._room.capacity(len(tokens))
             return self._take_out(CachedTokens(capacity=capacity))
-        self._held.remove(best)
-        goes_on = 2 * reused >= len(best.tokens)
-        if not goes_on and self._fits_twice(best):
-            copied = self._take_out(deepcopy(best))
-            copied.go_back(reused)
-            self.add(best)
-            return copied
+        if 2 * reused < len(best.tokens):
+            copied = self._copy(best, reused, capacity)
+            if copied is not None:
+                return copied
+        self._held = [other for other in self._held if other is not best]
         best.go_back(reused)
         return self._take_out(best)
+
+    def _copy(self, best: CachedTokens, reused: int, capacity: int) -> CachedTokens | None:
+        """Take out a copy of the beginning of a cache; the cache stays if both fit.
+
+        Returns:
+            The copy; ``None``: there is no room for it, even for a time.
+        """
+        copied = CachedTokens(capacity=capacity)
+        # Room first: a copy that is made before another cache is freed takes more than all may have.
+        self._taken.append(copied)
+        if not self._leaves(best):
+            self.give_up(copied)
+            return None
+        fits = self._room is None or self._used([best, *self._taken]) <= self._room.total
+        self._make_room(best)
+        try:
+            best.copy_to(copied, reused)
+        except BaseException:
+            self.give_up(copied)
+            raise
+        self._held = [other for other in self._held if other is not best]
+        if fits:
+            self.add(best)
+        return copied
 
     def grow(self, held: CachedTokens, tokens: int) -> bool:
         """Make room where a cache that is taken out needs more than it has reserved.
@@ -299,27 +334,34 @@ class PromptCache:
         self._make_room()
         return held
 
-    def _fits_twice(self, held: CachedTokens) -> bool:
-        """Whether a cache and a copy of it may be there at a time."""
+    def _leaves(self, held: CachedTokens) -> bool:
+        """Whether a cache can stay beside those that are taken out, at least with no more memory than its
+        tokens take.
+        """
         if self._room is None:
-            return len(self._taken) + 2 <= self._most
-        return self._used(self._taken) + 2 * self._used([held]) <= self._room.total
+            return len(self._taken) + 1 <= self._most
+        return self._used(self._taken) + self._room.nbytes(len(held.tokens)) <= self._room.total
 
     def _used(self, caches: Iterable[CachedTokens]) -> int:
         assert self._room is not None
         return sum(self._room.nbytes(held.capacity) for held in caches)
 
-    def _make_room(self) -> None:
-        while self._held and self._too_many:
-            gone = min(self._held, key=lambda held: held.credit)
-            self._held = [other for other in self._held if other is not gone]
+    def _make_room(self, stays: CachedTokens | None = None) -> None:
+        """Drop caches until the others fit; not ``stays``."""
+        while self._too_many:
+            others = [held for held in self._held if held is not stays]
+            if not others:
+                return
+            gone = min(others, key=lambda held: held.credit)
+            self._held = [held for held in self._held if held is not gone]
             self._spent = gone.credit
 
     @property
     def _too_many(self) -> bool:
         if self._room is None:
             return len(self._held) + len(self._taken) > self._most
-        return len(self._held) > _MOST_HELD or self._used([*self._held, *self._taken]) > self._room.total
+        most = max(_MOST_HELD, self._room.conversations)
+        return len(self._held) > most or self._used([*self._held, *self._taken]) > self._room.total
 
 
 def thinned(places: list[int], most: int) -> list[int]:

@@ -13,6 +13,11 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MOST_TOOLS = 128
 
 
+def is_tool_name(name: object) -> bool:
+    """Whether a tool may have this name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function that a model may call.
@@ -108,7 +113,7 @@ def _tool(tool: object, place: str) -> Tool:
     if not isinstance(function, Mapping):
         raise UsageError(f"{place} is of type {type(function).__name__}; it must be an object")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_tool_name(name):
         raise UsageError(
             f"{place}.name is {name!r}; it must be 1 to 64 letters, digits, underscores and hyphens"
         )

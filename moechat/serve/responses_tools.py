@@ -7,11 +7,13 @@ gave. Tools that OpenAI's servers run themselves are left out: the model is not 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moechat.reply_formats.tools import is_tool_name
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
 
@@ -54,7 +56,11 @@ def function_name(namespace: str, name: str) -> str:
     if not namespace:
         return name
     joined = namespace.removesuffix(_SEPARATOR) + _SEPARATOR + name
-    return joined if len(joined) <= _LONGEST_NAME else name
+    if len(joined) <= _LONGEST_NAME:
+        return joined
+    # Shortened in the same way in every request, and different for different tools.
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:8]
+    return f"{joined[: _LONGEST_NAME - 9]}_{digest}"
 
 
 def input_arguments(text: str) -> str:
@@ -104,6 +110,8 @@ class GivenTools:
                 inner = [(one, f"{place}.tools[{at}]") for at, one in enumerate(tool["tools"])]
             for one, at in inner:
                 given, function = _tool(one, namespace, at)
+                if given.function in by_function:
+                    raise _wrong(f"{at}.name", f"{given.name} is the name of an earlier tool, too")
                 functions.append({"type": "function", "function": function})
                 by_function[given.function] = given
         return cls(functions, by_function)
@@ -128,8 +136,8 @@ def _tool(tool: Any, namespace: str, place: str) -> tuple[GivenTool, dict[str, A
         named = f"tools of the type {kind[:40]}" if isinstance(kind, str) else "tools without a type"
         raise _wrong(place, f"{named} are not supported; those of the types function and custom are")
     name = tool.get("name")
-    if not isinstance(name, str):
-        raise _wrong(f"{place}.name", "it must be a text")
+    if not isinstance(name, str) or not is_tool_name(function_name(namespace, name)):
+        raise _wrong(f"{place}.name", "it must be 1 to 64 letters, digits, underscores and hyphens")
     given = GivenTool(name, namespace, kind == "custom")
     description = tool.get("description")
     if kind == "custom":

@@ -25,7 +25,7 @@ class CacheShape:
     Attributes:
         exact: Measured in a trial pass of the model; else an upper bound from the configuration.
         reserved: The cache is transformers' ``DynamicCache``, so its layers can be those of
-            :mod:`moechat.models.cache_layers`, which grow without a copy.
+            :mod:`moechat.models.cache_layers`, which take tokens without a copy.
         appendable: Most tokens of a prompt that may be computed in parts; 0: none.
         fixed_bytes: Bytes that do not depend on the number of tokens.
         growing: For each growing tensor: bytes per token, and the number of tokens after which it stops

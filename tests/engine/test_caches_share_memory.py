@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from families import tiny_family
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiny import tiny_config, write_tiny_checkpoint
+from tiny import SHAPES, UNLISTED, tiny_config, write_tiny_checkpoint
 from transformers.cache_utils import DynamicCache
 
 import moechat
@@ -55,7 +57,7 @@ def test_a_short_request_leaves_the_cache_of_a_long_conversation(engine: Engine)
     assert engine.stats.reused_tokens == len(long) + len(said) - 1
 
 
-def test_the_conversation_that_was_not_used_for_longest_makes_room(engine: Engine) -> None:
+def test_the_conversation_that_costs_least_to_compute_again_makes_room(engine: Engine) -> None:
     long = [tokens(seed, 6000) for seed in range(3)]  # two of them fit in the context
     for prompt in long:
         answer(engine, prompt)
@@ -63,6 +65,15 @@ def test_the_conversation_that_was_not_used_for_longest_makes_room(engine: Engin
     answer(engine, [*long[1], 5])
     assert engine.stats.reused_tokens > 5000
     answer(engine, [*long[0], 5])
+    assert engine.stats.reused_tokens == 0
+
+
+def test_a_long_conversation_that_nobody_goes_on_with_leaves_in_time(engine: Engine) -> None:
+    long = tokens(1, 9000)
+    answer(engine, long)
+    for seed in range(2, 12):
+        answer(engine, tokens(seed, 3500))
+    answer(engine, [*long, 5])
     assert engine.stats.reused_tokens == 0
 
 
@@ -109,20 +120,112 @@ def test_an_answer_that_outgrows_its_cache_while_it_is_written_keeps_its_tokens(
     assert answer(engine, prompt, 100) == found
 
 
-def test_a_beginning_is_copied_only_where_both_fit(engine: Engine) -> None:
+def test_a_conversation_whose_beginning_another_shares_stays_where_both_fit(engine: Engine) -> None:
     system = tokens(1, 2100)
-    first = [*system, *tokens(2, 2200)]
+    first = [*system, *tokens(2, 8000)]
     answer(engine, first)
     answer(engine, [*system, *tokens(3, 50)])
     assert engine.stats.reused_tokens == 2048, "a whole part"
+    latest = engine.decoder.prompt_cache.latest
+    assert latest is not None
+    assert latest.capacity == 4096, "as many as it needs, not as the other"
     answer(engine, [*first, 5])
-    assert engine.stats.reused_tokens > 4000, "the first conversation is still there"
-    longer = tokens(4, 9000)
+    assert engine.stats.reused_tokens > 9000, "the first conversation is still there"
+
+
+def test_a_conversation_beside_which_nothing_fits_gives_its_beginning_and_goes(engine: Engine) -> None:
+    longer = tokens(4, 11_000)
     answer(engine, longer)
-    assert len(engine.decoder.prompt_cache) == 1
     answer(engine, [*longer[:3000], *tokens(5, 50)])
     assert engine.stats.reused_tokens == 2048
-    assert len(engine.decoder.prompt_cache) == 1, "no room for a copy: its memory is used"
+    (latest,) = engine.decoder.prompt_cache._held
+    assert latest.capacity == 4096
+
+
+def test_other_caches_are_gone_before_a_beginning_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, alive = CachedTokens.copy_to, []
+
+    def counted(held: CachedTokens, other: CachedTokens, position: int) -> None:
+        alive.append([len(one.tokens) for one in cache._held])
+        copy(held, other, position)
+
+    monkeypatch.setattr(CachedTokens, "copy_to", counted)
+    for room in (None, CacheRoom(lambda capacity: capacity, 13_000, 1)):
+        cache = PromptCache(2, room)
+        for text, count in ((1, 4000), (2, 4000)):
+            kept(cache, [text] * count)
+        held = cache.take([1] * 1500 + [7] * 400, 1 << 40)
+        assert len(held.tokens) == 1500
+    assert alive == [[4000], [4000]], "that which is copied, alone"
+
+
+def test_the_conversation_that_was_kept_last_stays() -> None:
+    room = CacheRoom(lambda capacity: capacity, 40_000, 1)
+    cache = PromptCache(1, room)
+    for text in range(16):
+        kept(cache, [text + 1] * 1000)
+    kept(cache, [99] * 10)
+    assert len(cache) == 16
+    assert cache.latest is not None
+    assert cache.latest.tokens == [99] * 10
+    many = PromptCache(40, CacheRoom(lambda capacity: capacity, 40_000, 40))
+    for text in range(30):
+        kept(many, [text + 1] * 10)
+    assert len(many) == 30, "as many as there is memory for whole contexts"
+
+
+def kept(cache: PromptCache, text: list[int]) -> None:
+    """A conversation of this text has ended."""
+    held = cache.take(text, 1 << 40)
+    held.cache = DynamicCache()
+    held.cache.layers = [ReservedLayer(len(text))]
+    rows = torch.zeros(1, 1, len(text), 1)
+    held.begin([1500] if len(text) > 1500 else [], 0)
+    held.cache.layers[0].update(rows, rows)
+    held.reached(1500)
+    cache.keep(held, text, len(text) - 1, copied=True)
+
+
+def test_a_conversation_read_from_a_file_stays_and_goes_on(engine: Engine, tmp_path: Path) -> None:
+    short, long = tokens(1, 700), tokens(2, 5000)
+    said = answer(engine, short)
+    assert engine.save_conversation(tmp_path / "kept") == len(short) + len(said) - 1
+    engine.drop_prompt_cache()
+    answer(engine, long)
+    assert engine.load_conversation(tmp_path / "kept") == len(short) + len(said) - 1
+    answer(engine, [*short, *said, 5])
+    assert engine.stats.reused_tokens == len(short) + len(said) - 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "lfm2_moe", "deepseek_v32", "deepseek_v3"])
+def test_families_with_other_layers_grow_and_are_copied_too(
+    family: str, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(family) if family in {*SHAPES, *UNLISTED} else tiny_family(family)
+    config.max_position_embeddings = 4096
+    write_tiny_checkpoint(tmp_path / family, config)
+    monkeypatch.setattr("moechat.models.prompt_cache._STEP", 16)
+    monkeypatch.setattr("moechat.models.prompt_cache._ANSWER", 4)
+    turns = [tokens(seed, count) for seed, count in enumerate((40, 70, 30, 200))]
+
+    def conversations(engine: Engine) -> list[list[int]]:
+        engine.passes.loaded = replace(engine.loaded, chunk=16, plan=replace(engine.loaded.plan, wave=0))
+        said, whole = [], list[int]()
+        for turn in turns:
+            whole += turn
+            said.append(answer(engine, whole, 30))
+            whole += said[-1]
+            said.append(answer(engine, [*whole[:33], *tokens(9, 20)], 5))
+        return said
+
+    with moechat.load(tmp_path / family, ctx=4096) as engine:
+        found = conversations(engine)
+        assert engine.decoder.prompt_cache._room is not None
+        assert max(held.capacity for held in engine.decoder.prompt_cache._held) < 1024
+    monkeypatch.setattr("moechat.engine.decoder._room", lambda _loaded: None)
+    with moechat.load(tmp_path / family, ctx=4096, conversations=4) as engine:
+        wanted = conversations(engine)
+    assert found == wanted
 
 
 ROOM = CacheRoom(lambda capacity: 1000 + 10 * capacity, 10_000, 2)

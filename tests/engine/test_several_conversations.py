@@ -292,7 +292,7 @@ def test_a_shared_beginning_is_copied_and_stays_for_its_conversation(engine: Eng
     assert alone(engine, second, temperature=0.0) == whole
 
 
-def test_the_conversation_that_was_not_used_for_longest_makes_room(engine: Engine) -> None:
+def test_the_conversation_that_costs_least_to_compute_again_makes_room(engine: Engine) -> None:
     engine.drop_prompt_cache()
     for prompt in [*PROMPTS, "A fourth one, about bread. " * 4]:
         alone(engine, prompt, 3)

@@ -121,7 +121,10 @@ def test_names_of_namespaces_and_tools_are_joined() -> None:
     assert function_name("", "weather") == "weather"
     assert function_name("agents", "close") == "agents__close"
     assert function_name("mcp__sky__", "weather") == "mcp__sky__weather"
-    assert function_name("n" * 60, "weather") == "weather", "a longer name is allowed nowhere"
+    long = function_name("n" * 60, "weather")
+    assert len(long) == 64, "a longer name is allowed nowhere"
+    assert long == function_name("n" * 60, "weather")
+    assert long != function_name("n" * 60, "wind")
 
 
 def test_calls_in_the_input_have_the_names_that_the_model_knows() -> None:
@@ -164,6 +167,8 @@ def test_tools_that_servers_run_are_not_told(client: httpx.Client, kind: str) ->
         ({"type": "namespace", "name": "x"}, "tools[0].tools"),
         ({"type": "namespace", "name": "x", "tools": [{"type": "namespace"}]}, "tools[0].tools[0]"),
         ({"type": "namespace", "name": "x", "tools": [{"type": "function"}]}, "tools[0].tools[0].name"),
+        ({"type": "namespace", "name": "x", "tools": [{**WEATHER, "name": "a b"}]}, "tools[0].tools[0].name"),
+        ({"type": "namespace", "name": "x", "tools": [WEATHER, WEATHER]}, "tools[0].tools[1].name"),
     ],
 )
 def test_a_wrong_tool_is_named(client: httpx.Client, tool: Any, place: str) -> None:
