@@ -116,8 +116,7 @@ class Needs:
         threads: Threads that compute.
         chunk: Tokens of a chunk of a wave; 0: prompts are not computed in waves.
         wave: Bytes of a wave beyond the workspace, for its tokens and the tokens of the context.
-        wave_scratch: Bytes beyond the scratch of a call of the kernels with all tokens of a wave, as experts
-            that are all there compute it.
+        wave_scratch: Bytes beyond ``scratch`` where the kernels compute so many tokens of a wave in one call.
         operations: Of a token.
         operations_per_byte: Operations that a fast machine computes while a byte of experts is moved.
     """

@@ -141,7 +141,10 @@ class Answer:
         return self._held.cache
 
     def begin_pass(self) -> None:
-        """A pass of :attr:`next_token` begins; if it fails, the cache is good only up to its last copy."""
+        """A pass begins; if it fails, the cache is good only up to its last copy.
+
+        Memory for a prompt is reserved by then; that for another token is here.
+        """
         assert self._held is not None
         self.decoder.reserve(self._held, self._computed + 1)
         self._held.whole = False
@@ -187,8 +190,7 @@ class Answer:
         decoder.meter.start()
         begun = time.perf_counter()
         chunks = self._waves.pop(0)
-        decoder.reserve(held, self._computed + sum(chunk.shape[1] for chunk in chunks))
-        held.whole = False
+        self.begin_pass()
         if self._computed < self._prompt:
             logits, held.cache = decoder.advance(
                 chunks,

@@ -179,10 +179,10 @@ class CachedTokens:
 class PromptCache:
     """Keys, values and states of prompts and answers: of the last one, or of several conversations.
 
-    Which one makes room for others follows GreedyDual (Young, 1994): a cache that was used has the credit of
-    the last one that made room, and a point for each token that would have to be computed again. So short
-    requests do not drive a long conversation out, and a long one that nobody goes on with leaves in time. The
-    one that is kept now stays.
+    If there are too many, the cache with the least credit is evicted, by GreedyDual (Young, 1994): the credit
+    of a cache is that of the one evicted last, plus a point for each token that would have to be computed
+    again. So short requests do not evict a long conversation, and an abandoned long one is evicted in time.
+    The one that is kept now stays.
 
     Args:
         most: Most attention caches at a time, those that are taken out included.
@@ -256,7 +256,7 @@ class PromptCache:
         copied = CachedTokens(capacity=capacity)
         # Room first: a copy that is made before another cache is freed takes more than all may have.
         self._taken.append(copied)
-        if not self._leaves(best):
+        if not self._may_stay(best):
             self.give_up(copied)
             return None
         fits = self._room is None or self._used([best, *self._taken]) <= self._room.total
@@ -334,7 +334,7 @@ class PromptCache:
         self._make_room()
         return held
 
-    def _leaves(self, held: CachedTokens) -> bool:
+    def _may_stay(self, held: CachedTokens) -> bool:
         """Whether a cache can stay beside those that are taken out, at least with no more memory than its
         tokens take.
         """

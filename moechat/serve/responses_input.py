@@ -8,7 +8,7 @@ from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
 from moechat.serve.responses_tools import function_name, input_arguments
 
-# Of tools that OpenAI's servers run: what they found is in the answer behind them, if anywhere.
+# Calls of tools that OpenAI's servers run. They are skipped: the answers that follow hold what was found.
 _HOSTED_CALLS = (
     "web_search_call",
     "file_search_call",

@@ -1,8 +1,8 @@
 """Tools of OpenAI's responses: functions, those in namespaces, and custom tools, whose input is free text.
 
-A model knows functions only. So a tool of a namespace is a function whose name begins with that of the
-namespace, and a custom tool is a function of one text. Calls are told to the client under the names that it
-gave. Tools that OpenAI's servers run themselves are left out: the model is not told of them.
+A model knows functions only. So a tool in a namespace becomes a function whose name begins with the
+namespace, and a custom tool becomes a function with one text argument. The client sees calls under its own
+names. Tools that OpenAI's servers run themselves are left out: the model is not told of them.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class GivenTools:
     """The tools of a request.
 
     Attributes:
-        functions: They as functions of OpenAI's chats.
-        by_function: Each under the name of its function.
+        functions: The tools as functions of OpenAI's chats.
+        by_function: The tool of each function, by its name.
     """
 
     functions: list[dict[str, Any]]

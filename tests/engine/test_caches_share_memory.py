@@ -68,7 +68,7 @@ def test_the_conversation_that_costs_least_to_compute_again_makes_room(engine: E
     assert engine.stats.reused_tokens == 0
 
 
-def test_a_long_conversation_that_nobody_goes_on_with_leaves_in_time(engine: Engine) -> None:
+def test_an_abandoned_long_conversation_is_evicted_in_time(engine: Engine) -> None:
     long = tokens(1, 9000)
     answer(engine, long)
     for seed in range(2, 12):

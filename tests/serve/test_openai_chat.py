@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, sse_events
+from openai_clients import openai_client
+from serve_support import ServerProcess, sse_events
 
 import moechat
 
@@ -19,9 +20,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture
 def api(demo: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{demo.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
-    ) as client:
+    with openai_client(demo) as client:
         yield client
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_support import PATIENCE_S, ServerProcess
+from openai_clients import openai_client
+from serve_support import ServerProcess
 
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
@@ -34,9 +35,7 @@ PATCH: Any = {
 
 @pytest.fixture
 def api(tools: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{tools.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
-    ) as client:
+    with openai_client(tools) as client:
         yield client
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_support import PATIENCE_S, ServerProcess, serving, sse_events
+from openai_clients import openai_client
+from serve_support import ServerProcess, serving, sse_events
 from tiny import write_tiny_chat_model
 
 QUESTION: Any = [{"role": "user", "content": "What will the weather be?"}]
@@ -41,9 +42,7 @@ TIME: Any = {
 
 @pytest.fixture
 def api(tools: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{tools.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
-    ) as client:
+    with openai_client(tools) as client:
         yield client
 
 
@@ -170,7 +169,7 @@ def test_the_demo_calls_a_tool_and_answers_from_its_result(demo: ServerProcess) 
         "function": {"name": "get_weather", "description": "The weather in a city.", "parameters": city},
     }
     messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
-    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as api:
+    with openai_client(demo) as api:
         options: Any = {"model": "demo", "tools": [tool], "temperature": 0, "max_tokens": 120}
         first = api.chat.completions.create(messages=messages, **options).choices[0]
         assert first.finish_reason == "tool_calls"
