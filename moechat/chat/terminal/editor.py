@@ -26,6 +26,7 @@ from moechat.chat.commands import COMMANDS
 from moechat.chat.terminal.held_keys import held_keys
 from moechat.chat.terminal.input_history import open_history
 from moechat.chat.terminal.multiline import MORE, PROMPT, is_unfinished
+from moechat.chat.terminal.prompt_signals import raising_after
 from moechat.config import user_paths
 from moechat.hub.library import names_here
 from moechat.safe_text import one_line
@@ -75,7 +76,7 @@ class PromptReader:
         """See :class:`moechat.chat.terminal.reader.Reader`."""
         self.typed = False
         try:
-            with held_keys.editing():
+            with raising_after(self._session.app), held_keys.editing():
                 text = self._session.prompt()
         except KeyboardInterrupt:
             self.typed = bool(self._session.default_buffer.text)
