@@ -36,8 +36,10 @@ def keys() -> Iterator[PipeInput]:
             signal.signal(number, handler)
 
 
-def read(keys: PipeInput, in_loop: Callable[[], None]) -> str:
-    """Read a line; ``in_loop`` is called in a callback of the event loop."""
+def read(
+    keys: PipeInput, in_loop: Callable[[], None] = lambda: None, before: Callable[[], None] = lambda: None
+) -> str:
+    """Read a line; ``in_loop`` runs in a callback of the event loop, ``before`` earlier."""
     session: PromptSession[str] = PromptSession(input=keys, output=DummyOutput())
 
     def schedule() -> None:
@@ -46,6 +48,7 @@ def read(keys: PipeInput, in_loop: Callable[[], None]) -> str:
         loop.call_soon(in_loop)
 
     with raising_after(session.app):
+        before()
         return session.prompt(pre_run=schedule)
 
 
@@ -62,10 +65,8 @@ def test_a_signal_in_a_callback_ends_the_prompt_with_what_its_handler_raises(
 
 @pytest.mark.timeout(20)
 def test_a_signal_before_the_loop_runs_ends_the_prompt(keys: PipeInput) -> None:
-    session: PromptSession[str] = PromptSession(input=keys, output=DummyOutput())
-    with pytest.raises(Ended), raising_after(session.app):
-        signal.raise_signal(signal.SIGHUP)
-        session.prompt()
+    with pytest.raises(Ended):
+        read(keys, before=lambda: signal.raise_signal(signal.SIGHUP))
 
 
 @pytest.mark.timeout(20)
