@@ -2615,7 +2615,7 @@ class Routing:
     """A router: computes logits, the top-k experts and their weights.
 
     Args:
-        type: Element type of hidden states, weight and bias.
+        type: Element type of hidden states, and of weight and bias unless ``wide``.
         weight: Address of [experts, hidden].
         bias: Address of [experts], or 0.
         experts: Experts of the layer.
@@ -2628,6 +2628,7 @@ class Routing:
         weight_type: Element type of the resulting weights.
         logits_type: Element type of the logits: ``float32`` or as ``type``.
         rounds_scores: Round the scores to ``logits_type`` before the choice.
+        wide: Weight and bias are float32, whatever ``type`` is.
     """
 
     def __init__(
@@ -2645,6 +2646,7 @@ class Routing:
         weight_type: str,
         logits_type: str,
         rounds_scores: bool = False,
+        wide: bool = False,
     ) -> None: ...
     def scaled(self, norm: RmsNorm, inputs: int, input: float, experts: int) -> Routing:
         """The same router behind a norm, with more factors; ``x`` is what the norm takes then.

@@ -15,6 +15,7 @@ from moechat.engine.stats import Meter, Stats
 from moechat.geometry import PLAIN_KV_BITS
 from moechat.loading.model import LoadedModel
 from moechat.models.attention_cache import reserve_tokens
+from moechat.models.cache_argument import cache_of
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
@@ -139,7 +140,7 @@ class Decoder:
                     done += chunk.shape[1]
                     ended(done)
                 computed(total)
-                return output.logits[0, -1], output.past_key_values
+                return output.logits[0, -1], cache_of(output)
         for chunk in chunks:
             logits, cache = self.step(chunk, cache)
             done += chunk.shape[1]
@@ -163,8 +164,8 @@ class Decoder:
         near = self.passes.loaded.near
         if near is not None and near.settings.looks_up:
             near.begin_tokens(ids[0].tolist())
-        output = self.passes.run(ids, past_key_values=cache, use_cache=True, **self._last_only)
-        return output.logits[0, -1], output.past_key_values
+        output = self.passes.run(ids, cache, **self._last_only)
+        return output.logits[0, -1], cache_of(output)
 
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
         """Compute tokens in the passes of a prompt; arguments, result and errors as for :meth:`step`."""
@@ -216,8 +217,8 @@ class Decoder:
                 done += sum(part.shape[1] for part in chunks)
                 continue
             for part in chunks:
-                output = self.passes.run(part, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
+                output = self.passes.run(part, cache)
+                cache = cache_of(output)
                 take(0, output)
                 done += part.shape[1]
         return found

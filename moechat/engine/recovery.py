@@ -14,6 +14,7 @@ from moechat.engine.stats import Meter
 from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, StoreReadError
 from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut
 from moechat.models.threads import thread_invariant_pass
 from moechat.models.wave_chunks import NotInWavesError
@@ -64,12 +65,14 @@ class PassRunner:
             )
         return model
 
-    def run(self, ids: torch.Tensor, **arguments: Any) -> Any:
+    def run(self, ids: torch.Tensor, cache: Any = None, *, use_cache: bool = True, **arguments: Any) -> Any:
         """One pass; if a GPU's memory runs out, frees pages of experts and tries once more.
 
         Args:
             ids: Token ids, int64 ``[1, tokens]``.
-            arguments: Of the model's ``forward``, such as ``past_key_values``.
+            cache: Attention cache, changed in place; ``None``: the model makes one, if ``use_cache``.
+            use_cache: Whether the output has a cache.
+            arguments: Of the model's ``forward``.
 
         Returns:
             The output of the transformers model.
@@ -81,9 +84,10 @@ class PassRunner:
             StoreReadError: Experts cannot be read for now.
             MoechatError: The engine is closed, or this process is a forked one.
         """
-        return self._with_retry(
-            lambda loaded: self._pass(loaded, ids, arguments), arguments.get("past_key_values"), ids.shape[1]
-        )
+        arguments = {**arguments, "use_cache": use_cache}
+        if use_cache:
+            arguments[CACHE] = cache
+        return self._with_retry(lambda loaded: self._pass(loaded, ids, arguments), cache, ids.shape[1])
 
     @property
     def most_together(self) -> int:

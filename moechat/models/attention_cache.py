@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
+from moechat.models.cache_argument import cache_of
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import EMPTY
 from moechat.models.cache_states import STATEFUL, can_cut
@@ -254,7 +255,7 @@ def _trial(model: nn.Module) -> Any:
     """The cache after a pass of :data:`_TRIAL` tokens on the meta device."""
     with light_meta(), without_scaling(model), torch.inference_mode():
         ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
-        return decoder_of(model)(input_ids=ids, use_cache=True).past_key_values
+        return cache_of(decoder_of(model)(input_ids=ids, use_cache=True))
 
 
 def _tensors(holder: Any) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Attributes:
         memory: Shared memory to use; ``None``: the layer allocates its own.
+        dtype: Type of keys and values where they are not packed, from the first :meth:`update` on.
     """
 
     memory: LayerMemory | None = None
@@ -47,6 +48,11 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._capacity = capacity
         self.packed = packed
         self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """As transformers' own layer, which keeps no type of its elements since 5.24."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -167,7 +173,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         packed: Keep them in 8 bits.
 
     Attributes:
-        memory: As of :class:`ReservedLayer`.
+        memory, dtype: As of :class:`ReservedLayer`.
     """
 
     memory: LayerMemory | None = None
@@ -180,6 +186,11 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
         self._start = 0
         self._held = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """As transformers' own layer, which keeps no type of its elements since 5.24."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any

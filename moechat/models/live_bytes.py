@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moechat.models.cache_argument import CACHE, cache_of
 from moechat.models.decode.layer_kind import layer_kind
 from moechat.models.light_meta import light_meta
 from moechat.models.rotary_scaling import without_scaling
@@ -114,9 +115,9 @@ def part_bytes(skeleton: Skeleton, tokens: int) -> int:
         setattr(holder, place[2], nn.ModuleList(layers[:count]))
         ids = torch.zeros((1, tokens), dtype=torch.int64, device="meta")
         with light_meta(), without_scaling(model), torch.no_grad():
-            cache = decoder(input_ids=ids, use_cache=True).past_key_values
+            cache = cache_of(decoder(input_ids=ids, use_cache=True))
             with _WithoutScores(), _Live() as live:
-                decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+                decoder(input_ids=ids, use_cache=True, **{CACHE: cache})
     finally:
         setattr(holder, place[2], nn.ModuleList(layers))
     return int(live.peak)

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from moechat.models.cache_argument import STATES
+
 _SCAN = "mamba_selective_scan"
 # Tokens whose decays, a state each, are made at once.
 _TOKENS = 64
@@ -41,7 +43,7 @@ def carry_scan_states(model: nn.Module) -> None:
 def _with_state(own: Callable[..., Any], layer: int) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(*rest: Any, **named: Any) -> Any:
-        cache = named.get("cache_params")
+        cache = named.get(STATES)
         hidden = named["hidden_states"] if "hidden_states" in named else rest[0]
         state = None
         if cache is not None and hidden.shape[1] > 1:

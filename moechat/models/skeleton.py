@@ -275,6 +275,7 @@ def _built(config: Any, dtype: torch.dtype, experts_implementation: str) -> Skel
     _keep_text_part(model)
     adapt_experts(model, experts_implementation)
     carry_scan_states(model)
+    _keep_only_read_keys(model)
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
@@ -307,6 +308,16 @@ def base_of(model: Any) -> Any:
     """What a model has below its head: embedding, decoder layers and last norm."""
     decoder = decoder_of(model)
     return model.base_model if decoder is model else decoder
+
+
+def _keep_only_read_keys(model: nn.Module) -> None:
+    """Let no layer hand on keys and values if none reads them, as Gemma's do since transformers 5.24: they
+    would be held until the pass ends, and the layer would need a place for them.
+    """
+    modules: list[Any] = [each for each in model.modules() if hasattr(each, "store_full_length_kv")]
+    if not any(getattr(each, "is_kv_shared_layer", True) for each in modules):
+        for each in modules:
+            each.store_full_length_kv = False
 
 
 def _keep_text_part(model: PreTrainedModel) -> None:

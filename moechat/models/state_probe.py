@@ -20,6 +20,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import states_of
 from moechat.models.compressing_layer import ENTRIES
 from moechat.models.decode.probe import probing
@@ -97,13 +98,13 @@ def _compare(skeleton: Skeleton) -> Carry:
     ):
         ids = torch.randint(3, vocabulary, (1, sum(_PARTS)), generator=generator)
         held = DynamicCache(config=config)
-        whole = model(input_ids=ids, past_key_values=held, use_cache=True).logits[0]
+        whole = model(input_ids=ids, use_cache=True, **{CACHE: held}).logits[0]
         size = float(whole.abs().max())
 
         def difference(disturbed: str = "") -> float:
             cache, found = DynamicCache(config=config), []
             for part in torch.split(ids, list(_PARTS), dim=1):
-                found.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits[0])
+                found.append(model(input_ids=part, use_cache=True, **{CACHE: cache}).logits[0])
                 for layer in cache.layers:
                     for state in states_of(layer, disturbed):
                         state.add_(1)

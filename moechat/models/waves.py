@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.layer_check import stub_experts
 from moechat.models.decode.layer_kind import layer_kind
@@ -198,7 +199,7 @@ class Waves:
 
         self._modules.step = Step(part, note)
         try:
-            self._model(input_ids=part.ids, past_key_values=ahead, use_cache=True, **arguments)
+            self._model(input_ids=part.ids, use_cache=True, **{CACHE: ahead}, **arguments)
         except _Captured:
             return
         raise NotInWavesError("the pass ended before its last layer")
@@ -259,9 +260,9 @@ class Waves:
 
         self._modules.step = Step(part, give)
         with _threads(part):
-            output = self._model(input_ids=part.ids, past_key_values=part.ahead, use_cache=True, **arguments)
+            output = self._model(input_ids=part.ids, use_cache=True, **{CACHE: part.ahead}, **arguments)
         self._modules.step = None
-        output.past_key_values = cache
+        setattr(output, CACHE, cache)
         return output
 
     # ---- the trial
@@ -291,9 +292,7 @@ class Waves:
                 with counted_results(self._layers) as counts:
                     for chunk in chunks:
                         with thread_invariant_pass(_TRIAL_TOKENS):
-                            theirs.append(
-                                self._model(input_ids=chunk, past_key_values=caches[0], use_cache=True)
-                            )
+                            theirs.append(self._model(input_ids=chunk, use_cache=True, **{CACHE: caches[0]}))
                 if len(counts) != 1:
                     raise NotInWavesError(f"its layers return {sorted(counts)} results")
                 self._results = counts.pop()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.gated_delta import GatedDelta, recognise_gated_deltas
 from moechat.models.decode.wiring import only_known_arguments
 from moechat.offload.kernels import gated_delta, layer_steps
@@ -59,18 +60,18 @@ def delta_forward(module: nn.Module, delta: GatedDelta) -> Callable[..., Any]:
 
     def forward(
         hidden_states: torch.Tensor,
-        cache_params: Any = None,
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
-        states = delta.states_of(cache_params) if isinstance(cache_params, ReplayCache) else None
+        cache = named.get(STATES)
+        states = delta.states_of(cache) if isinstance(cache, ReplayCache) else None
         if (
             states is None
             or attention_mask is not None
             or not only_known_arguments(named)
             or not serves_mixer(delta, hidden_states, states)
         ):
-            return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
+            return own(hidden_states, attention_mask=attention_mask, **named)
         return mixed(delta, hidden_states.view(1, -1), states=states).view_as(hidden_states)
 
     return forward

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_memory import Place
 from moechat.models.decode.angles import angles_of_layers
 from moechat.models.decode.delta_layer import DeltaLayer
@@ -157,7 +158,7 @@ def layer_forward(layer: Any, fused: FusedLayer, sums: Sums) -> Callable[..., An
     hooks = wiring.hooks()
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        cache, mix = named.get("past_key_values"), None
+        cache, mix = named.get(CACHE), None
         if (
             not rest
             and not any(hooks)

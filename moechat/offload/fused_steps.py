@@ -27,7 +27,7 @@ from moechat.models.decode.rotary import (
     rotated_width,
     with_rotary,
 )
-from moechat.models.decode.routers import Rule, recognise_router
+from moechat.models.decode.routers import Rule, inputs_dtype, recognise_router
 from moechat.models.decode.shared_expert import Mlp, recognise_mlps, recognise_shared_blocks
 from moechat.offload.fused_delta import delta_forward, recognise_deltas
 from moechat.offload.fused_feed import FusedBlock, block_forward, mlp_forward
@@ -122,13 +122,13 @@ def recognise_steps(model: nn.Module) -> FusedSteps:
     Args:
         model: With its weights on the CPU; modules without are left out.
     """
-    found = FusedSteps()
+    found, inputs = FusedSteps(), inputs_dtype(model)
     for module in model.modules():
         if _FORWARD in module.__dict__:
             continue
         if (norm := recognise_norm(module)) is not None:
             found.norms[module] = norm
-        elif (rule := recognise_router(module)) is not None and not rule.rounds:
+        elif (rule := recognise_router(module, inputs=inputs)) is not None and not rule.rounds:
             router = _router_of(module, rule)
             if router is not None:
                 found.routers[module] = router
@@ -165,9 +165,9 @@ def _router_of(module: nn.Module, rule: Rule) -> KnownRouter | None:
             return None
         (name,) = names
     with probing() as generator:
-        hidden = torch.randn((2, weight.shape[1]), generator=generator).to(weight.dtype)
+        hidden = torch.randn((2, weight.shape[1]), generator=generator).to(rule.inputs)
         wanted = module(hidden.clone())[rule.order[0]]
-        for widened in (False, True):
+        for widened in (False, True) if weight.dtype is rule.inputs else (True,):
             logits = _logits(module, hidden, widened=widened)
             if logits.dtype is wanted.dtype and torch.equal(logits, wanted):
                 return KnownRouter(replace(rule, correction=None), name, widened)

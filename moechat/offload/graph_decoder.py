@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import RequestForm
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_memory import CacheMemory
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.crossing import Crossing
@@ -60,7 +61,7 @@ _TOLERANCE_16 = 5e-2
 # leaves out, say, shows only in contexts longer than the window.
 _CHECKED_AGAIN = 4
 _NO_MEMORY = "the graphics memory does not suffice for copies of this model's states"
-_ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
+_ARGUMENTS = frozenset({CACHE, "use_cache", "logits_to_keep"})
 
 
 class GraphDecoder:
@@ -136,7 +137,7 @@ class GraphDecoder:
             return self._called(input_ids, arguments)
 
     def _called(self, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        cache = arguments.get("past_key_values")
+        cache = arguments.get(CACHE)
         if not self.off and cache is not None and self.memory.lend(cache):
             output = self._replayed(input_ids, cache, arguments)
             if output is not None:
@@ -191,7 +192,7 @@ class GraphDecoder:
             return self._compared(recording, experts, token, input_ids, cache, arguments)
         logits = self._replay(recording, experts, token)
         token.advance()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
     def _compared(
         self,
@@ -244,7 +245,7 @@ class GraphDecoder:
             for slot, value in written:
                 slot.copy_(value)
             token.restore(made)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
         token.restore(states)
@@ -305,7 +306,7 @@ class GraphDecoder:
 
         # A recording may keep `run`, and must not keep the caller's cache alive: its memory would not be lent
         # to the next one, which would then be decoded without graphs.
-        others = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        others = {name: value for name, value in arguments.items() if name != CACHE}
 
         def run(recording: Recording) -> None:
             try:
@@ -314,7 +315,7 @@ class GraphDecoder:
                     output = self._model(
                         input_ids=self._token,
                         position_ids=position.view(1, 1),
-                        **{**others, "past_key_values": cache},
+                        **{**others, CACHE: cache},
                     )
                     recording.logits = output.logits[:, -1:]
                     recording.end()

@@ -39,7 +39,10 @@ class KnownRouter:
         weight, correction = module._parameters.get("weight"), self.correction_of(module)
         return (
             weight is not None
-            and served(hidden, weight)
+            and served(hidden, hidden)
+            and hidden.device == weight.device
+            and hidden.dtype is self.rule.inputs
+            and (weight.dtype is hidden.dtype or (self.widened and weight.dtype is torch.float32))
             and hidden.is_contiguous()
             and hidden.shape[-1] == weight.shape[-1]
             and hidden.numel() <= FEW_TOKENS * weight.shape[-1]
@@ -49,7 +52,7 @@ class KnownRouter:
     def logits(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Of ``x`` ``[1, hidden]``, in one launch; ``None``: the product does not take the weights."""
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        if not layer_steps.serves_rows(weight, bias, x):
+        if not layer_steps.serves_rows(weight, bias, x, wide=self.widened):
             return None
         dtype = torch.float32 if self.widened else x.dtype
         (logits,) = layer_steps.products(x, [weight], [bias], dtype)

@@ -27,6 +27,7 @@ from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.gpu import GpuPlacement
@@ -155,15 +156,13 @@ class Model(nn.Module):
         self._index = torch.zeros(1, top_k, dtype=torch.int64)
         self._weight = torch.ones(1, top_k)
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: Any = None, past_key_values: Any = None, **_: Any
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, **named: Any) -> Any:
         hidden = torch.ones(1, self._hidden_size)
         for part in self.parts:
             self._gpu.layer()
             vars(part)[EXPERTS_RUNNER].forward(hidden, self._index, self._weight)
         self._gpu.head()
-        return SimpleNamespace(logits=torch.ones(1, 1, 2), past_key_values=past_key_values)
+        return SimpleNamespace(logits=torch.ones(1, 1, 2), **{CACHE: named.get(CACHE)})
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class TimedEngine:
         self.gpu.answered = 0
         with torch.inference_mode():
             self._decoder(
-                input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache, use_cache=True
+                input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True, **{CACHE: self._cache}
             )
         if self.gpu.answered == 0:
             # The GPU computes the head meanwhile.

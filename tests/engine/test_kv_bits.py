@@ -41,7 +41,7 @@ def steps(engine: Engine, parts: list[list[int]], cache: Any = None) -> list[tor
     cache = engine.decoder.new_cache() if cache is None else cache
     rows = []
     for part in parts:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), cache)
         rows.append(out.logits[0, -1].clone())
     return rows
 

@@ -18,6 +18,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
+from moechat.models.cache_argument import cache_of
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.settings import OffloadOptions
@@ -228,8 +229,8 @@ def compare_graphs(model: Path, monkeypatch: pytest.MonkeyPatch, *, dtype: str, 
             for _ in range(2):  # two answers over the same graphs
                 cache = engine.decoder.new_cache()
                 for tokens in [PROMPT, *([token] for token in range(3, 12)), [7, 8, 9], [4], [5]]:
-                    output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-                    cache = output.past_key_values
+                    output = engine.passes.run(torch.tensor([tokens]), cache)
+                    cache = cache_of(output)
                     found.append(output.logits[0, -1].float().cpu())
                 del cache, output
             decoder = engine.loaded.decoder

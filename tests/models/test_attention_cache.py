@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.attention_cache import cache_shape, new_cache
+from moechat.models.cache_argument import CACHE, cache_of
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.packed_rows import pack, row_bytes, unpack
 from moechat.models.skeleton import build_skeleton
@@ -89,17 +90,17 @@ def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(
     model = random_model(tiny_config(family, index))
     ids = torch.randint(3, 101, (1, 83), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
-        whole = model(input_ids=ids, past_key_values=new_cache(shape, model.config, 100), use_cache=True)
+        whole = model(input_ids=ids, use_cache=True, **{CACHE: new_cache(shape, model.config, 100)})
         copied = max((each * min(83, most or 83) for each, most in shape.copied), default=0)
         unpacked = max((each * min(83, most or 83) for each, most in shape.unpacked), default=0)
         assert (unpacked > 0) == (bits == PACKED_KV_BITS)
-        assert shape.nbytes(83) - copied - unpacked - shape.copy_bytes == held(whole.past_key_values)
+        assert shape.nbytes(83) - copied - unpacked - shape.copy_bytes == held(cache_of(whole))
         if not shape.appendable:
             return
         cache, logits = new_cache(shape, model.config, 100), []
         for part in ids.split(7, dim=1):  # type: ignore[no-untyped-call]
-            output = model(input_ids=part, past_key_values=cache, use_cache=True)
-            assert output.past_key_values is cache
+            output = model(input_ids=part, use_cache=True, **{CACHE: cache})
+            assert cache_of(output) is cache
             logits.append(output.logits)
     parts = torch.cat(logits, dim=1)
     # In 8 bits a key that rounds differently before may land on the next code.

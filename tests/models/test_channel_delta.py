@@ -11,6 +11,7 @@ from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinear
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
 from moechat import _native
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.channel_delta import ChannelDelta, native_channel_delta, recognise_channel_deltas
 from moechat.models.decode.probe import close
 from moechat.models.state_layer import StateLayer
@@ -64,8 +65,8 @@ def test_tokens_behind_a_prompt_are_those_of_the_family(
     rough = torch.float32 if dtype is torch.float32 else torch.bfloat16  # errors add up in the states
     for length in (1, 5, 1, 1, 1, 3, 1, 70):
         x = torch.randn(1, length, HIDDEN).to(dtype)
-        theirs = mixer(x.clone(), cache_params=caches[0])
-        ours = native(x.clone(), cache_params=caches[1])
+        theirs = mixer(x.clone(), **{STATES: caches[0]})
+        ours = native(x.clone(), **{STATES: caches[1]})
         assert close(ours.to(rough), theirs.to(rough))
         states = [cache.layers[1].tensors() for cache in caches]
         assert all(close(a.to(rough), b.to(rough)) for a, b in zip(*states, strict=True))
@@ -91,7 +92,7 @@ def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(
         cache, first = cache_of(), 0
         made.clear()
         for length in lengths:
-            native(x[:, first : first + length], cache_params=cache)
+            native(x[:, first : first + length], **{STATES: cache})
             first += length
         results.append([torch.cat(made, dim=1), *cache.layers[1].tensors()])
     assert all(all(map(torch.equal, results[0], other)) for other in results)
@@ -101,7 +102,7 @@ def heard_by(part: Any, mixer: Any, x: torch.Tensor) -> torch.Tensor:
     """What a projection of a mixer gives for the tokens of a prompt."""
     heard: list[torch.Tensor] = []
     handle = part.register_forward_hook(lambda *given: heard.append(given[-1]))
-    mixer(x.clone(), cache_params=cache_of())
+    mixer(x.clone(), **{STATES: cache_of()})
     handle.remove()
     return heard[0]
 
@@ -116,7 +117,7 @@ def test_a_token_does_not_depend_on_threads() -> None:
             _native.set_num_threads(threads)
             cache, generator = cache_of(), torch.Generator().manual_seed(2)
             rows = [torch.randn(1, size, HIDDEN, generator=generator) for size in (4, 1, 1)]
-            results.append(torch.cat([native(row, cache_params=cache) for row in rows], dim=1))
+            results.append(torch.cat([native(row, **{STATES: cache}) for row in rows], dim=1))
     finally:
         _native.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -144,15 +145,15 @@ def test_hooks_masks_and_other_types_use_the_modules() -> None:
     native = native_channel_delta(found_in(mixer))
     assert native is not None
     cache = cache_of()
-    native(torch.randn(1, 3, HIDDEN), cache_params=cache)
+    native(torch.randn(1, 3, HIDDEN), **{STATES: cache})
     x = torch.randn(1, 1, HIDDEN)
     for part in (mixer.forget_gate, mixer.conv1d, mixer.o_norm):
         seen: list[Any] = []
         handle = part.register_forward_pre_hook(lambda *given, seen=seen: seen.append(given))
-        native(x, cache_params=cache)
+        native(x, **{STATES: cache})
         handle.remove()
         # transformers' code reads the weights of its convolution without calling it.
         assert len(seen) == (0 if part is mixer.conv1d else 1)
-    hidden = native(x, cache_params=cache, attention_mask=torch.zeros(1, 1))
+    hidden = native(x, **{STATES: cache}, attention_mask=torch.zeros(1, 1))
     assert hidden.shape == x.shape
-    assert native(x, cache_params=None).shape == x.shape
+    assert native(x, **{STATES: None}).shape == x.shape

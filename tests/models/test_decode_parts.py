@@ -21,6 +21,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import moechat
 from moechat import _native
+from moechat.models.cache_argument import cache_of
 from moechat.models.decode import attention
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
 from moechat.models.decode.probe import close
@@ -383,8 +384,8 @@ def test_native_decoding_equals_the_family_s_modules(
         cache = engine.decoder.new_cache()
         rows = []
         for part in ([tokens[:9]], [tokens[9:10]], [tokens[10:11]], [tokens[11:]]):
-            out = engine.passes.run(torch.tensor(part), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = engine.passes.run(torch.tensor(part), cache)
+            cache = cache_of(out)
             rows.append(out.logits[0, -1].float())
         return torch.stack(rows)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.gated_delta import Rows, agrees, recognise_gated_deltas, reference
 from moechat.models.decode.native_delta import native_delta
 from moechat.models.decode.probe import close
@@ -38,7 +39,7 @@ def test_the_reference_computes_what_transformers_does(sizes, layout, dtype) -> 
     cache.layers[1].update_recurrent_state(state.clone())
     for token in range(4):
         hidden = torch.randn((1, 1, 32), generator=torch.Generator().manual_seed(token)).to(dtype)
-        wanted = delta.mixer(hidden, cache_params=cache)
+        wanted = delta.mixer(hidden, **{STATES: cache})
         rows = [module(hidden).view(1, -1) for module in delta.projections]
         assert close(delta.output(reference(delta, rows, before, state)).view_as(wanted), wanted)
         kept_before, kept_state = delta.states_of(cache)
@@ -139,7 +140,7 @@ def test_a_native_token_has_the_results_of_the_reference(sizes, layout, dtype) -
         hidden = torch.randn((1, 1, 32), generator=torch.Generator().manual_seed(token)).to(dtype)
         rows = [module(hidden).view(1, -1) for module in delta.projections]
         wanted = delta.output(reference(delta, rows, before, state)).view_as(hidden)
-        assert close(forward(hidden, cache_params=cache, attention_mask=None), wanted)
+        assert close(forward(hidden, **{STATES: cache}, attention_mask=None), wanted)
         kept_before, kept_state = delta.states_of(cache)
         assert torch.equal(before, kept_before)
         assert close(state, kept_state)
@@ -165,7 +166,7 @@ def test_a_prompt_has_the_states_and_results_of_its_tokens_one_by_one(sizes, lay
         cache.layers = [StateLayer(), StateLayer()]
         made.clear()
         for part in parts:
-            forward(hidden[:, first : first + part], cache_params=cache)
+            forward(hidden[:, first : first + part], **{STATES: cache})
             first += part
         results.append([torch.cat(made, dim=1), *delta.states_of(cache)])
     assert all(all(map(torch.equal, results[0], other)) for other in results)
@@ -187,8 +188,8 @@ def test_a_prompt_is_that_of_the_family_s_code_before_and_behind_others(layout, 
         cache.layers = [StateLayer(), StateLayer()]
     for tokens in (1, 2, 130, 1, 3):
         hidden = torch.randn((1, tokens, 32), generator=torch.Generator().manual_seed(tokens)).to(dtype)
-        wanted = delta.mixer(hidden.clone(), cache_params=caches[0])
-        assert close(forward(hidden, cache_params=caches[1]).to(rough), wanted.to(rough))
+        wanted = delta.mixer(hidden.clone(), **{STATES: caches[0]})
+        assert close(forward(hidden, **{STATES: caches[1]}).to(rough), wanted.to(rough))
         for theirs, ours in zip(*(delta.states_of(cache) for cache in caches), strict=True):
             assert close(ours.to(rough), theirs.to(rough))
 
@@ -207,7 +208,7 @@ def test_native_results_do_not_depend_on_the_number_of_threads() -> None:
             cache.layers[1].update_conv_state(states[0], conv_kernel_size=delta.taps)
             cache.layers[1].update_recurrent_state(states[1])
             with torch.inference_mode():
-                made = [forward(x, cache_params=cache).flatten() for x in (torch.ones(1, 1, 32), prompt)]
+                made = [forward(x, **{STATES: cache}).flatten() for x in (torch.ones(1, 1, 32), prompt)]
             results.append(torch.cat([*made, *(each.flatten() for each in delta.states_of(cache))]))
         finally:
             _native.set_num_threads(before)
@@ -247,5 +248,5 @@ def test_other_calls_are_left_to_torch(name: str) -> None:
         mixer.norm.register_forward_hook(lambda *_: None)
     with torch.inference_mode(False):
         given = hidden.clone().requires_grad_(name == "gradients")
-    forward(given, cache_params=None if name == "no cache" else cache, **more)
+    forward(given, **{STATES: None if name == "no cache" else cache}, **more)
     assert calls == [name]

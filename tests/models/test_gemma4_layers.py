@@ -194,7 +194,7 @@ def test_a_layer_with_inputs_of_its_own_or_shared_keys_is_left_alone(engine: Any
 def test_hooks_on_its_parts_are_called(engine: Any) -> None:
     model = engine.loaded.model
     cache = engine.decoder.new_cache()
-    engine.passes.run(torch.tensor([[5, 17, 9]]), past_key_values=cache, use_cache=True)
+    engine.passes.run(torch.tensor([[5, 17, 9]]), cache)
     layer = model.model.layers[1]
     parts = [
         layer.router,
@@ -207,6 +207,6 @@ def test_hooks_on_its_parts_are_called(engine: Any) -> None:
     for part in parts:
         seen: list[Any] = []
         handle = part.register_forward_hook(lambda *given, seen=seen: seen.append(given))
-        engine.passes.run(torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+        engine.passes.run(torch.tensor([[3]]), cache)
         handle.remove()
         assert len(seen) == 1

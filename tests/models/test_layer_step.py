@@ -71,7 +71,7 @@ def decode(engine: Engine) -> list[torch.Tensor]:
     cache = engine.decoder.new_cache()
     rows = []
     for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), cache)
         rows.append(out.logits[0, -1].clone())
     return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
 
@@ -239,7 +239,7 @@ def test_unsupported_passes_use_the_modules(engine: Engine) -> None:
     layer.self_attn.forward = lambda *given, **named: heard.append(named) or own(*given, **named)
     cache = engine.decoder.new_cache()
     for count, calls in ((4, 1), (1, 1), (3, 2), (1, 2)):
-        engine.passes.run(torch.tensor([TOKENS[:count]]), past_key_values=cache, use_cache=True)
+        engine.passes.run(torch.tensor([TOKENS[:count]]), cache)
         assert len(heard) == calls
     engine.passes.run(torch.tensor([TOKENS[:1]]), use_cache=False)
     assert len(heard) == 3
@@ -251,7 +251,7 @@ def test_a_full_reserve_grows(engine: Engine) -> None:
     cache.layers = [ReservedLayer(10) for _ in cache.layers]
     rows = []
     for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), cache)
         rows.append(out.logits[0, -1])
     assert all(map(torch.equal, wanted, rows))
     assert cache.layers[0].get_seq_length() == len(TOKENS)
@@ -301,9 +301,7 @@ def test_window_layers_continue_when_the_window_is_full(tmp_path: Path, moechat_
             ]
             with modules_called(engine) as calls:
                 rows = [
-                    engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[
-                        0, -1
-                    ]
+                    engine.passes.run(torch.tensor([part]), cache).logits[0, -1]
                     for part in [tokens[:3], *([token] for token in tokens[3:])]
                 ]
             results.append(rows)

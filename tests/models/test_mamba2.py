@@ -23,6 +23,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 import moechat
 from moechat import _native
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.mamba2 import Mamba2, agrees, recognise_mamba2, reference
 from moechat.models.decode.native_mamba2 import native_mamba2
 from moechat.models.decode.probe import close
@@ -119,7 +120,7 @@ def test_the_reference_computes_what_transformers_does(sizes: Any, dtype: torch.
     cache = cache_of(mamba)
     before, state = (each.clone() for each in states_of(mamba, cache))
     for x in hidden_states(mamba):
-        wanted = mamba.mixer(x, cache_params=cache)
+        wanted = mamba.mixer(x, **{STATES: cache})
         first, last = mamba.projections
         made = last(reference(mamba, first(x).view(1, -1), before, state)).view_as(wanted)
         assert close(made.to(rough), wanted.to(rough))
@@ -139,7 +140,7 @@ def test_the_native_mixer_computes_the_reference(sizes: Any, dtype: torch.dtype)
     for x in hidden_states(mamba):
         first, last = mamba.projections
         wanted = last(reference(mamba, first(x).view(1, -1), before, state)).view_as(x)
-        assert close(forward(x, cache_params=ours), wanted)
+        assert close(forward(x, **{STATES: ours}), wanted)
         own_before, own_state = states_of(mamba, ours)
         assert torch.equal(before, own_before)
         assert close(own_state, state)
@@ -183,8 +184,8 @@ def test_a_prompt_is_that_of_the_family_s_code_before_and_behind_others(
     rough = torch.float32 if dtype is torch.float32 else torch.bfloat16
     for tokens in (1, 2, 70, 1, 3):
         x = prompt_of(mamba, tokens)
-        wanted = mamba.mixer(x.clone(), cache_params=theirs)
-        assert close(forward(x, cache_params=ours).to(rough), wanted.to(rough))
+        wanted = mamba.mixer(x.clone(), **{STATES: theirs})
+        assert close(forward(x, **{STATES: ours}).to(rough), wanted.to(rough))
         for own, their in zip(states_of(mamba, ours), states_of(mamba, theirs), strict=True):
             assert close(own.to(rough), their.to(rough))
 
@@ -197,7 +198,7 @@ def test_the_result_does_not_depend_on_threads() -> None:
     for count in (1, 2, 3, 7):
         _native.set_num_threads(count)
         cache = cache_of(mamba)
-        made = [forward(x, cache_params=cache) for x in (*hidden_states(mamba), prompt_of(mamba, 70))]
+        made = [forward(x, **{STATES: cache}) for x in (*hidden_states(mamba), prompt_of(mamba, 70))]
         results.append([*made, *states_of(mamba, cache)])
     _native.set_num_threads(threads)
     assert all(all(map(torch.equal, results[0], other)) for other in results)
@@ -282,7 +283,7 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     """Of decoded tokens."""
     cache, found = engine.loaded.new_cache(64), []
     for tokens in ([5, 17, 9], *([token] for token in TOKENS)):
-        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = engine.passes.run(torch.tensor([tokens]), cache)
         found.append(output.logits[0, -1].float())
     return torch.stack(found)
 

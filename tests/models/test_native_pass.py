@@ -57,7 +57,7 @@ def answer(engine: Engine) -> tuple[list[int], torch.Tensor]:
     tokens, rows, cache = [], [], engine.decoder.new_cache()
     ids = torch.tensor([PROMPT])
     for _ in range(6):
-        out = engine.passes.run(ids, past_key_values=cache, use_cache=True)
+        out = engine.passes.run(ids, cache)
         rows.append(out.logits[0, -1].clone())
         tokens.append(int(rows[-1].argmax()))
         ids = torch.tensor([tokens[-1:]])
@@ -125,7 +125,7 @@ def test_tokens_of_several_conversations_are_computed_in_one_call(engine: Engine
     def caches() -> list[Any]:
         made = [engine.decoder.new_cache() for _ in range(3)]
         for row, cache in enumerate(made):
-            engine.passes.run(torch.tensor([PROMPT[row:]]), past_key_values=cache, use_cache=True)
+            engine.passes.run(torch.tensor([PROMPT[row:]]), cache)
         return made
 
     tokens = [5, 9, 77]
@@ -134,7 +134,7 @@ def test_tokens_of_several_conversations_are_computed_in_one_call(engine: Engine
     assert rows is not None
     assert passes[-1] == 3
     for token, row, cache in zip(tokens, rows, alone, strict=True):
-        out = engine.passes.run(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([[token]]), cache)
         assert torch.equal(out.logits[0, -1], row.view(-1))
 
 
@@ -156,7 +156,7 @@ def test_arguments_that_do_not_fit_are_refused(engine: Engine) -> None:
 def test_ctrl_c_ends_a_call_between_layers(engine: Engine) -> None:
     """A layer again and again stands for a model whose experts come slowly from the disk."""
     cache = engine.decoder.new_cache()
-    engine.passes.run(torch.tensor([PROMPT]), past_key_values=cache, use_cache=True)
+    engine.passes.run(torch.tensor([PROMPT]), cache)
     step = vars(engine.loaded.model.model.layers[-1])["forward"].kept
     expert_part = vars(step.feed.experts)[EXPERTS_RUNNER].resident
     hidden = torch.zeros(1, 1, step.hidden_size, dtype=step.dtype)

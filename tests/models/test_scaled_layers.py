@@ -14,6 +14,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 
 import moechat
 from moechat import _native
+from moechat.models.cache_argument import CACHE
 from moechat.models.decode.layer_check import agrees
 from moechat.models.decode.native_step import native_part
 from moechat.models.decode.scaled_layers import scaled_step
@@ -62,8 +63,8 @@ def test_a_layer_that_computes_anything_else_is_left_alone(tmp_path: Path, moech
             return super().forward(hidden_states, **named).clamp(-1, 1)
 
     class OneFactor(GraniteMoeHybridDecoderLayer):
-        def forward(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
-            named = {"attention_mask": None, "past_key_values": named["past_key_values"]}
+        def forward(self, hidden_states: torch.Tensor, *, name: str = CACHE, **named: Any) -> torch.Tensor:
+            named = {"attention_mask": None, name: named[name]}
             mixed, _ = self.self_attn(self.input_layernorm(hidden_states), **named)
             hidden_states = hidden_states + mixed * self.residual_multiplier
             normed = self.post_attention_layernorm(hidden_states)

@@ -115,7 +115,7 @@ def test_parts_of_layers_that_clip_are_told_from_others_of_the_same_sizes(
         def logits() -> torch.Tensor:
             cache = engine.loaded.new_cache(64)
             found = [
-                engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, -1]
+                engine.passes.run(torch.tensor([tokens]), cache).logits[0, -1]
                 for tokens in ([5, 17, 3, 80, 44], [9], [21], [70])
             ]
             return torch.stack(found)

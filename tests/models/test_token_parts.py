@@ -59,7 +59,7 @@ def logits(engine: moechat.Engine) -> torch.Tensor:
     """Of decoded tokens."""
     cache, found = engine.loaded.new_cache(64), []
     for tokens in ([5, 17, 9], *([token] for token in TOKENS)):
-        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = engine.passes.run(torch.tensor([tokens]), cache)
         found.append(output.logits[0, -1].float())
     return torch.stack(found)
 

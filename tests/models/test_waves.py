@@ -10,6 +10,7 @@ from families import tiny_family
 from tiny import CASES, SHAPES, UNLISTED, tiny_config
 
 from moechat.models.attention_cache import cache_shape, new_cache
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode import install_native_modules
 from moechat.models.skeleton import EXPERTS_RUNNER, Skeleton, build_skeleton
@@ -80,7 +81,7 @@ class Subject:
         found = []
         for chunk in chunks:
             with thread_invariant_pass(chunk.shape[1]):
-                found.append(self.model(input_ids=chunk, past_key_values=cache, use_cache=True).logits)
+                found.append(self.model(input_ids=chunk, use_cache=True, **{CACHE: cache}).logits)
         return found
 
     def in_waves(self, chunks: list[torch.Tensor], cache: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import moechat
+from moechat.models.cache_argument import CACHE, cache_of
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.whole import recognise_model
@@ -68,8 +69,8 @@ def decode(engine: Engine, tokens: list[int] = TOKENS, *, prompt: int = 9) -> li
     cache = engine.decoder.new_cache()
     rows = []
     for part in [tokens[:prompt], *([token] for token in tokens[prompt:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        assert out.past_key_values is cache
+        out = engine.passes.run(torch.tensor([part]), cache, logits_to_keep=1)
+        assert cache_of(out) is cache
         rows.append(out.logits[0, -1].clone())
     return [*rows, *(tensor for layer in cache.layers for tensor in tensors_of(layer))]
 
@@ -248,15 +249,15 @@ def test_other_calls_go_to_transformers(engine: Engine) -> None:
         for arguments in (
             {},
             {"use_cache": False},
-            {"past_key_values": cache},
-            {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones(1, 2)},
+            {CACHE: cache},
+            {CACHE: cache, "use_cache": True, "attention_mask": torch.ones(1, 2)},
         ):
             model(one, **arguments)
         assert len(calls) == 4
-        out = model(torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
+        out = model(torch.tensor([[5, 6]]), use_cache=True, **{CACHE: cache})
         assert out.logits.shape[:2] == (1, 2)
         assert len(calls) == 5
-        model(input_ids=one, past_key_values=cache, use_cache=True)
+        model(input_ids=one, use_cache=True, **{CACHE: cache})
         assert len(calls) == 5
 
 
@@ -264,9 +265,6 @@ def test_a_cache_that_was_never_used_or_is_full_works(engine: Engine) -> None:
     wanted = decode(engine, prompt=1)
     cache = engine.decoder.new_cache()
     cache.layers = [ReservedLayer(6) for _ in cache.layers]
-    rows = [
-        engine.passes.run(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
-        for token in TOKENS
-    ]
+    rows = [engine.passes.run(torch.tensor([[token]]), cache).logits[0, -1] for token in TOKENS]
     assert all(map(torch.equal, wanted, rows))
     assert cache.get_seq_length() == len(TOKENS)

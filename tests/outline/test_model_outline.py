@@ -7,6 +7,7 @@ import torch
 from tiny import SHAPES, tiny_config
 from transformers import AutoModelForCausalLM
 
+from moechat.models.cache_argument import cache_of
 from moechat.models.outlining import headers_of, known_config, outline_model, outline_skeleton
 from moechat.models.skeleton import build_skeleton
 
@@ -65,7 +66,7 @@ def test_the_cache_is_as_large_as_a_real_one(family: str) -> None:
     outline = outline_model(config, torch.float32, dense_bits=16)
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.inference_mode():
-        cache = real(input_ids=torch.arange(1, 31)[None], use_cache=True).past_key_values
+        cache = cache_of(real(input_ids=torch.arange(1, 31)[None], use_cache=True))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     least = outline.cache.nbytes(30)
     assert held <= least

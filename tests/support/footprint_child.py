@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import moechat  # noqa: F401 - first, for what it has to say before torch is loaded
+from moechat.models.cache_argument import CACHE
 
 # isort: split
 import torch
@@ -69,14 +70,14 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
     with torch.inference_mode():
         cache = new_cache(shape, model.config, context)
         ids = torch.ones((1, 64), dtype=torch.int64)
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, use_cache=True, **{CACHE: cache}, logits_to_keep=1)
         give_back_unused()
         before, held = resident_bytes() - shape.nbytes(64), 64
         while held < context:
             tokens = min(chunk, context - held)
             ids = torch.ones((1, tokens), dtype=torch.int64)
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, use_cache=True, **{CACHE: cache}, logits_to_keep=1)
             held += tokens
             measured = peak_resident_bytes() - before - shape.nbytes(held)
             figures.append((tokens, held, measured, estimate(tokens, held)))

@@ -20,7 +20,7 @@ def decode(engine: Any) -> list[torch.Tensor]:
     """Logits behind a prompt and some tokens, and what the attention cache holds then."""
     cache, rows = engine.decoder.new_cache(), []
     for part in [TOKENS[:PROMPT], *([token] for token in TOKENS[PROMPT:])]:
-        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), cache)
         rows.append(out.logits[0, -1].clone())
     return [*rows, *(tensor.clone() for layer in cache.layers for tensor in tensors_of(layer))]
 

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 )
 
 from moechat import _native
+from moechat.models.cache_argument import CACHE
 from moechat.models.decode.latent import LATENT, Latent
 from moechat.models.decode.probe import FEW_TOKENS, close, probing
 from moechat.models.element_types import ELEMENTS
@@ -40,7 +41,7 @@ _IGNORED = frozenset(
         "position_ids",
         "cache_position",
         "use_cache",
-        "past_key_values",
+        CACHE,
         "position_embeddings",
         "logits_to_keep",
         "dropout",

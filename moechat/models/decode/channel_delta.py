@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.gated_delta import UNIT_EPS
 from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.mixer_forward import States, mixer_forward
@@ -192,7 +193,7 @@ def _same(delta: ChannelDelta, layer: StateLayer, ours: list[torch.Tensor], x: t
     cache: Any = DynamicCache()
     cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
     try:
-        theirs = delta.mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
+        theirs = delta.mixer.forward(hidden_states=x.clone(), attention_mask=None, **{STATES: cache})
         rows = delta.rows(x)
         made = [reference(delta, [row[0, at] for row in rows], *ours) for at in range(x.shape[1])]
         pairs = [(theirs, delta.mixer._modules[_OUTPUT](torch.stack(made, dim=1)).view_as(theirs))]

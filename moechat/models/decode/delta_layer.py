@@ -90,9 +90,7 @@ def agrees(layer: Any, found: DeltaLayer, rule: Rule | None) -> bool:
             for _ in range(_PROBES):
                 hidden = normal(1, 1, len(before))
                 try:
-                    theirs = layer.forward(
-                        hidden.clone(), attention_mask=None, past_key_values=None, position_embeddings=None
-                    )
+                    theirs = layer.forward(hidden.clone(), attention_mask=None, position_embeddings=None)
                 except Exception:  # the family's code needs more than the probe has
                     return False
                 middle = hidden + mixer.answer

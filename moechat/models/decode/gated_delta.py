@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
@@ -302,7 +303,7 @@ def _same(delta: GatedDelta, layer: StateLayer, ours: list[torch.Tensor], x: tor
     cache: Any = DynamicCache()
     cache.layers = [*(StateLayer() for _ in range(delta.index)), layer]
     try:
-        theirs = delta.mixer.forward(hidden_states=x.clone(), cache_params=cache, attention_mask=None)
+        theirs = delta.mixer.forward(hidden_states=x.clone(), attention_mask=None, **{STATES: cache})
         rows = [module(x) for module in delta.projections]
         made = [reference(delta, [row[:, token] for row in rows], *ours) for token in range(x.shape[1])]
         pairs = [(theirs, delta.output(torch.stack(made, dim=1)).view_as(theirs))]

@@ -37,7 +37,13 @@ from moechat.models.decode.norms import (
 )
 from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
-from moechat.models.decode.routers import Rule, given_corrections, native_router, recognise_router
+from moechat.models.decode.routers import (
+    Rule,
+    given_corrections,
+    inputs_dtype,
+    native_router,
+    recognise_router,
+)
 from moechat.models.decode.scaled_layers import scaled_step
 from moechat.models.decode.scaled_router import native_scaled_router, recognise_scaled_router
 from moechat.models.decode.shared_expert import SharedBlock, recognise_mlps, recognise_shared_blocks
@@ -123,12 +129,12 @@ def install_native_modules(model: Any) -> NativeModules:
     rotary: dict[nn.Module, Any] = {}
     tables: dict[nn.Module, Forward] = {}
     names = {module: name for name, module in model.named_modules()}
-    given = given_corrections(model)
+    given, inputs = given_corrections(model), inputs_dtype(model)
     for module, name in names.items():
         if (norm := recognise_norm(module)) is not None:
             norms[module] = norm
             done.norms.append(name)
-        elif (rule := recognise_router(module, given.get(module))) is not None:
+        elif (rule := recognise_router(module, given.get(module), inputs)) is not None:
             rules[module] = rule
             done.routers.append(name)
         elif (angles := recognise_angles(module)) is not None:

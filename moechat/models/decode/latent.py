@@ -19,6 +19,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.probe import close, probing
+from moechat.models.decode.wiring import own_forward
 from moechat.models.element_types import ELEMENTS
 from moechat.models.linear import TILE_ROWS, PackedLinear
 
@@ -133,7 +134,7 @@ def _projection(module: Any) -> nn.Linear | PackedLinear | None:
     linear = getattr(module, "kv_b_proj", None)
     if not callable(getattr(module, "expand_kv", None)) or type(linear) not in (nn.Linear, PackedLinear):
         return None
-    return linear if _passes_unchanged(type(module).forward) else None
+    return linear if _passes_unchanged(own_forward(module)) else None
 
 
 def recognise_latent(module: Any) -> Latent | None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.native_step import Forward, NativeStep
@@ -72,7 +73,7 @@ def _same(theirs: Forward, ours: Forward, native: NativeStep, generator: torch.G
                 result = forward(
                     hidden.clone(),
                     attention_mask=None,
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     position_embeddings=turns if native.angles else None,
                 )
             except Exception:  # the family's code needs more than the probe has

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import MANY, SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.stand_ins import random_projections
@@ -248,7 +249,7 @@ def _same(mamba: Mamba2, layer: StateLayer, ours: list[torch.Tensor], x: torch.T
     rough = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
     first, last = _PROJECTIONS
     try:
-        theirs = mixer.forward(x.clone(), cache_params=cache, attention_mask=None)
+        theirs = mixer.forward(x.clone(), attention_mask=None, **{STATES: cache})
         rows = mixer._modules[first](x)
         made = [reference(mamba, rows[:, at], *ours, limited=limited) for at in range(x.shape[1])]
         pairs = [(theirs, mixer._modules[last](torch.stack(made, dim=1)).view_as(theirs))]

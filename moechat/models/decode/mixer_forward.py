@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moechat.models.cache_argument import STATES
 from moechat.models.decode.products import is_sequence
 from moechat.models.decode.wiring import only_known_arguments
 
@@ -47,7 +48,6 @@ def mixer_forward(
 
     def forward(
         hidden_states: torch.Tensor,
-        cache_params: Any = None,
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
@@ -57,10 +57,11 @@ def mixer_forward(
             and not any(hooks)
             and only_known_arguments(named)
         ):
-            found = states_of(cache_params)
-            states = begun_in(cache_params) if found is None else found
+            cache: Any = named.get(STATES)
+            found = states_of(cache)
+            states = begun_in(cache) if found is None else found
             if states is not None and states[0].dtype is dtype:
                 return compute(hidden_states, states, found is None)
-        return own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
+        return own(hidden_states, attention_mask=attention_mask, **named)
 
     return forward

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.decode.attention import hides_nothing
 from moechat.models.decode.probe import hooks_of
@@ -275,7 +276,7 @@ class NativeStep:
         own, index, hooks, takes, decode = layer.forward, self.index, self.hooks(), self.takes, self.decode
 
         def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-            cache: Any = named.get("past_key_values")
+            cache: Any = named.get(CACHE)
             angles: Any = named.get("position_embeddings")
             out = None
             if (

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.norms import Norm
 from moechat.models.decode.probe import close, normal_numbers, probing
@@ -163,7 +164,7 @@ def agrees(layer: Any, plain: PlainLayer, rule: Rule | None, angles: int) -> boo
             turns = angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype)
             try:
                 theirs = layer.forward(
-                    hidden.clone(), attention_mask=None, past_key_values=cache, position_embeddings=turns
+                    hidden.clone(), attention_mask=None, position_embeddings=turns, **{CACHE: cache}
                 )
                 ours, kept, normed = _computed(plain, hidden, turns, kept, stand_in.answer)
             except Exception:  # the family's code needs more than the probe has

@@ -17,6 +17,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.decode.probe import FEW_TOKENS, close, probing
+from moechat.models.decode.wiring import own_forward
 from moechat.models.element_types import ELEMENTS
 
 _NAME = "apply_rotary_pos_emb"
@@ -64,7 +65,7 @@ def recognise_neighbours(module: nn.Module) -> Rotate | None:
 
 def _function(module: nn.Module, name: str) -> Rotate | None:
     """The function that the ``forward`` of a module calls by ``name``; ``None``: it calls none."""
-    forward = type(module).forward
+    forward = own_forward(module)
     if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
     own: Any = forward.__globals__.get(name)
@@ -101,7 +102,7 @@ def with_rotary(
         rotate: In place of that of :func:`recognise_rotary`; ``None``: it stays.
         neighbours: In place of that of :func:`recognise_neighbours`; ``None``: it stays.
     """
-    own = type(module).forward
+    own = own_forward(module)
     assert isinstance(own, FunctionType)
     given = {name: each for name, each in ((_NAME, rotate), (_NEIGHBOURS, neighbours)) if each is not None}
     copy = FunctionType(

@@ -41,6 +41,7 @@ class Rule:
         weights_dtype: Type of the weights.
         rounds: Scores are rounded to the type of the logits.
         given: What the router takes beside hidden states, if it takes anything.
+        inputs: Type of the hidden states: that of the router's weight, or the weight is float32.
     """
 
     scoring: str
@@ -53,6 +54,7 @@ class Rule:
     weights_dtype: torch.dtype
     rounds: bool = False
     given: torch.Tensor | None = None
+    inputs: torch.dtype = torch.float32
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference implementation in torch: float32 weights and indices ``[tokens, chosen]``."""
@@ -98,12 +100,22 @@ def _parameter_count(module: nn.Module) -> int:
         return 0
 
 
-def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Rule | None:
+def inputs_dtype(model: Any) -> torch.dtype:
+    """Type of the hidden states of a transformers model: its routers may have float32 weights beside."""
+    with probing():
+        made: torch.Tensor = model.get_input_embeddings()(torch.zeros((1, 1), dtype=torch.int64))
+    return made.dtype
+
+
+def recognise_router(
+    module: nn.Module, given: torch.Tensor | None = None, inputs: torch.dtype | None = None
+) -> Rule | None:
     """The rule of ``module``; ``None`` if it is not a router of the native code.
 
     Args:
         module: Any module.
         given: What it takes beside hidden states; see :func:`given_corrections`.
+        inputs: Type of hidden states; ``None``: that of its weight.
     """
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear | nn.Embedding):
@@ -111,6 +123,9 @@ def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Ru
     if weight is None or weight.ndim != 2 or weight.dtype not in ELEMENTS or not weight.is_cpu:
         return None
     if any(True for _ in module.children()) or not weight.is_contiguous():
+        return None
+    inputs = weight.dtype if inputs is None else inputs
+    if inputs not in ELEMENTS or weight.dtype not in (inputs, torch.float32):
         return None
     if not takes_hidden_states_only(module) and given is None:
         return None
@@ -120,7 +135,7 @@ def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Ru
     with probing() as generator:
         hidden = torch.randn((_PROBES, weight.shape[1]), generator=generator)
         spread = float((hidden @ weight.float().T).std(dim=-1).mean())
-        hidden = (hidden / spread if spread > 0 else hidden).to(weight.dtype)
+        hidden = (hidden / spread if spread > 0 else hidden).to(inputs)
         try:
             found = module(hidden.clone()) if given is None else module(hidden.clone(), given)
         except Exception:  # it needs other inputs than hidden states
@@ -147,7 +162,7 @@ def recognise_router(module: nn.Module, given: torch.Tensor | None = None) -> Ru
             scale = float((weights.float().sum() / mine.sum()).nan_to_num(1.0))
             rule = replace(rule, scale=1.0 if abs(scale - 1) < 1e-3 else scale)
             if _agrees(rule, logits, mine * rule.scale, chosen, weights.float(), index):
-                return replace(rule, given=given)
+                return replace(rule, given=given, inputs=inputs)
     return None
 
 
@@ -228,7 +243,7 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[..., Any]:
     weight, own, bias = module.weight, module.forward, module._parameters.get("bias")
     assert isinstance(weight, torch.Tensor)
     experts, hidden_size = weight.shape
-    dtype, chosen, given = weight.dtype, rule.chosen, rule.given
+    dtype, chosen, given = rule.inputs, rule.chosen, rule.given
     correction = None if rule.correction is None else rule.correction.contiguous()
     run = _native.Routing(
         ELEMENTS[dtype],
@@ -244,6 +259,7 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[..., Any]:
         ELEMENTS[rule.weights_dtype],
         ELEMENTS[rule.logits_dtype],
         rule.rounds,
+        weight.dtype is not dtype,
     )
     most, empty = FEW_TOKENS * hidden_size, torch.empty
     places = [rule.order.index(place) for place in range(3)]

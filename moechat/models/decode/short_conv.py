@@ -15,6 +15,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
+from moechat.models.cache_argument import CACHE
 from moechat.models.decode.layer_kind import agreeing_modules
 from moechat.models.decode.probe import SIZES, close, hooks_of, normal_numbers, probing
 from moechat.models.decode.products import native_products
@@ -128,7 +129,7 @@ def _agrees(short: ShortConv) -> bool:
             with random_projections(mixer, _PROJECTIONS, normal):
                 for size in SIZES:
                     x = normal(1, 1, short.projections[0].in_features) * size
-                    theirs = mixer.forward(x.clone(), past_key_values=cache, attention_mask=None)
+                    theirs = mixer.forward(x.clone(), attention_mask=None, **{CACHE: cache})
                     made = reference(short, mixer._modules[first](x).view(1, -1), before)
                     pairs = [
                         (theirs, mixer._modules[last](made).view_as(theirs)),
@@ -162,12 +163,11 @@ def native_short_conv(short: ShortConv) -> Callable[..., Any] | None:
 
     def forward(
         hidden_states: torch.Tensor,
-        past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> Any:
         before = None
-        layers = getattr(past_key_values, "layers", ())
+        layers = getattr(named.get(CACHE), "layers", ())
         if (
             hidden_states.shape == shape
             and hidden_states.dtype is dtype
@@ -180,7 +180,7 @@ def native_short_conv(short: ShortConv) -> Callable[..., Any] | None:
         ):
             before = before_in(layers[index])
         if before is None:
-            return own(hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **named)
+            return own(hidden_states, attention_mask=attention_mask, **named)
         out = torch.empty_like(hidden_states)
         run(hidden_states.data_ptr(), before.data_ptr(), 0, out.data_ptr())
         return out

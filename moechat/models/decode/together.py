@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from moechat import _native
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
@@ -129,7 +130,7 @@ class TogetherPass:
                         [
                             layer(
                                 hidden[:, row : row + 1].contiguous(),
-                                past_key_values=cache,
+                                **{CACHE: cache},
                                 position_embeddings=layer_angles(
                                     cos[:, row : row + 1], sin[:, row : row + 1]
                                 ),
@@ -183,7 +184,7 @@ class TogetherPass:
         ids = ends.draw(generator, self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)).tolist()
 
         def alone(token: int, cache: Any) -> torch.Tensor:
-            out = self._model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            out = self._model(input_ids=torch.tensor([[token]]), use_cache=True, **{CACHE: cache})
             logits: torch.Tensor = out.logits[0]
             return logits
 

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from moechat.models.cache_argument import CACHE
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import EMPTY
 from moechat.models.decode.ends import ModelEnds
@@ -39,7 +40,7 @@ _MODEL_NAMES = frozenset(
         *("model", "lm_head", "slice_logits_to_keep", "MoeCausalLMOutputWithPast", "config", "vocab_size"),
         *("loss_function", "load_balancing_loss_func", "output_router_logits", "router_aux_loss_coef"),
         *("num_experts", "num_experts_per_tok", "to", "device"),
-        *("last_hidden_state", "past_key_values", "hidden_states", "attentions", "router_logits"),
+        *("last_hidden_state", CACHE, "hidden_states", "attentions", "router_logits"),
         # Of Gemma 4.
         *("Gemma4CausalLMOutputWithPast", "shared_kv_states", "shape"),
         *("final_logit_softcapping", "torch", "tanh"),
@@ -49,7 +50,7 @@ _MODEL_NAMES = frozenset(
         *("slice", "isinstance", "int", "CausalLMOutputWithPast"),
     }
 )
-_ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
+_ARGUMENTS = frozenset({CACHE, "use_cache", "logits_to_keep"})
 _PROBE_TOKENS = 3
 
 Forward = Callable[..., Any]
@@ -190,7 +191,7 @@ def _decode(
         )
 
     def decode(input_ids: Any, named: dict[str, Any]) -> Any:
-        cache: Any = named.get("past_key_values")
+        cache: Any = named.get(CACHE)
         if not supports(input_ids, cache, named):
             return None
         if ends.media_ids and int(input_ids) in ends.media_ids:
@@ -201,15 +202,15 @@ def _decode(
             return None
         whole = native(hidden, [(slot,) for slot in cache.layers], each)
         if whole is not None:
-            return MoeCausalLMOutputWithPast(logits=ends.logits(whole), past_key_values=cache)
+            return MoeCausalLMOutputWithPast(logits=ends.logits(whole), **{CACHE: cache})
         for (layer, step), slot, angles in zip(pairs, cache.layers, each, strict=True):
             out = step.decode(hidden, (slot,), *angles)
             if out is None:
                 out = layer(
-                    hidden, past_key_values=cache, position_embeddings=layer_angles(*angles), use_cache=True
+                    hidden, position_embeddings=layer_angles(*angles), use_cache=True, **{CACHE: cache}
                 )
             hidden = out
-        return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), past_key_values=cache)
+        return MoeCausalLMOutputWithPast(logits=ends.logits(hidden), **{CACHE: cache})
 
     return decode
 
@@ -224,8 +225,8 @@ def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[t
         caches = [_trial_cache(config, slots, _PROBE_TOKENS) for _ in range(2)]
         for ids in ends.draw(generator, _PROBE_TOKENS, 1, 1):
             try:
-                theirs = model.forward(ids, past_key_values=caches[0], use_cache=True)
-                ours = decode(ids, {"past_key_values": caches[1], "use_cache": True})
+                theirs = model.forward(ids, use_cache=True, **{CACHE: caches[0]})
+                ours = decode(ids, {CACHE: caches[1], "use_cache": True})
             except Exception:  # the family's code needs more than the probe has
                 return False
             if ours is None:

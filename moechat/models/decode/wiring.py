@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from moechat.models.cache_argument import CACHE, STATES
 from moechat.models.decode.probe import hooks_of
 from moechat.models.experts_interface import is_experts_module
 
@@ -81,6 +82,8 @@ _EXPERTS_NAMES = frozenset(
 _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
 # Modules of the wrappers around the forward of every decoder layer, which only training uses.
 _WRAPPERS = frozenset({"transformers.modeling_layers"})
+# Of those that rename arguments, around any forward.
+_RENAMING = frozenset({"transformers.utils.deprecation"})
 # Modules of transformers' wrappers around the forward of models.
 MODEL_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
 # Names of a model's embedding, of what makes its rotary angles, if there are any, and of its last norm.
@@ -115,7 +118,7 @@ _BASE_NAMES = frozenset(
 _KNOWN_ARGUMENTS = frozenset(
     {
         "attention_mask",
-        "past_key_values",
+        *(CACHE, STATES),
         "position_embeddings",
         "position_ids",
         "use_cache",
@@ -166,7 +169,7 @@ class Wiring:
     @property
     def softplus(self) -> bool:
         """Whether softplus activates the results of :attr:`gate`, in place of a sigmoid."""
-        return "softplus" in _names(type(self.attention).forward.__code__)
+        return "softplus" in names_of(self.attention)
 
     @property
     def head_norms(self) -> tuple[str, str]:
@@ -248,7 +251,7 @@ def ends_of(base: Any) -> tuple[Any, Any, Any]:
 
 def widens_logits(model: nn.Module) -> bool:
     """Whether a causal language model makes its logits float32, by the names that its code uses."""
-    forward = _unwrapped(model, MODEL_WRAPPERS)
+    forward = own_forward(model, MODEL_WRAPPERS)
     return isinstance(forward, FunctionType) and "float" in forward.__code__.co_names
 
 
@@ -260,23 +263,24 @@ def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[s
         names: Of globals, attributes and methods.
         wrappers: Modules whose functions may wrap it.
     """
-    forward = _unwrapped(module, wrappers)
+    forward = own_forward(module, wrappers)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
     return not forward.__code__.co_freevars and names.issuperset(_names(forward.__code__))
 
 
-def _unwrapped(module: nn.Module, wrappers: frozenset[str]) -> Any:
-    """The ``forward`` of a module's class without its wrappers."""
+def own_forward(module: nn.Module, wrappers: frozenset[str] = frozenset()) -> Any:
+    """The ``forward`` of a module's class without those wrappers, and without any that rename arguments."""
     forward: Any = type(module).forward
-    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
+    known = wrappers | _RENAMING
+    while getattr(forward, "__globals__", {}).get("__name__") in known and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward
 
 
 def names_of(module: nn.Module) -> set[str]:
     """Names that the ``forward`` of a module's class uses."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(own_forward(module), "__code__", None)
     return _names(code) if isinstance(code, CodeType) else set()
 
 

@@ -31,15 +31,22 @@ def serves_product(module: nn.Module, x: torch.Tensor) -> bool:
     return type(module) is nn.Linear and serves_rows(module.weight, module.bias, x)
 
 
-def serves_rows(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Whether :func:`products` takes these: plain rows of the type of ``x`` ``[1, columns]``."""
-    return weight.shape[1] == x.shape[-1] and serves_weights(weight, bias, x)
+def serves_rows(
+    weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, *, wide: bool = False
+) -> bool:
+    """Whether :func:`products` takes these: plain rows of the type of ``x`` ``[1, columns]``; if ``wide``,
+    also of float32.
+    """
+    return weight.shape[1] == x.shape[-1] and serves_weights(weight, bias, x, wide=wide)
 
 
-def serves_weights(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Whether :func:`products` takes these for a row of another size, of the type and device of ``x``."""
+def serves_weights(
+    weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, *, wide: bool = False
+) -> bool:
+    """As :func:`serves_rows`, for a row of another size."""
     given = [weight] if bias is None else [weight, bias]
-    return all(each.dtype is x.dtype and each.device == x.device and each.is_contiguous() for each in given)
+    types = (x.dtype, torch.float32) if wide else (x.dtype,)
+    return all(each.dtype in types and each.device == x.device and each.is_contiguous() for each in given)
 
 
 def projected(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:

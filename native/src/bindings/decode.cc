@@ -214,7 +214,7 @@ void bind_decode(py::module_& m) {
       .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,
                        std::int64_t hidden, const std::string& scoring, std::int64_t chosen,
                        Address correction, bool normalise, float scale, const std::string& weight_type,
-                       const std::string& logits_type, bool rounds_scores) {
+                       const std::string& logits_type, bool rounds_scores, bool wide) {
              require_positive("experts", experts);
              require_positive("hidden", hidden);
              if (chosen < 1 || chosen > experts) {
@@ -223,6 +223,7 @@ void bind_decode(py::module_& m) {
              }
              RouterStep routing{};
              routing.task.type = element_type(type);
+             routing.task.weight_type = wide ? ElementType::kFloat32 : routing.task.type;
              routing.task.weight = at(weight);
              routing.task.bias = at(bias);
              routing.task.experts = experts;
@@ -238,7 +239,8 @@ void bind_decode(py::module_& m) {
            }),
            py::arg("type"), py::arg("weight"), py::arg("bias"), py::arg("experts"), py::arg("hidden"),
            py::arg("scoring"), py::arg("chosen"), py::arg("correction"), py::arg("normalise"),
-           py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"), py::arg("rounds_scores") = false)
+           py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"), py::arg("rounds_scores") = false,
+           py::arg("wide") = false)
       .def("scaled", &RouterStep::scaled, py::arg("norm"), py::arg("inputs"), py::arg("input"),
            py::arg("experts"))
       .def("__call__", &RouterStep::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),

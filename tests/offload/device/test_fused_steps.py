@@ -51,7 +51,7 @@ def feed(engine, passes, cache=None):
     cache = engine.decoder.new_cache() if cache is None else cache
     found = []
     for tokens in passes:
-        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = engine.passes.run(torch.tensor([tokens]), cache)
         found.append(output.logits[0, -1])
     return torch.stack(found)
 

@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.models import packed_rows
+from moechat.models.cache_argument import cache_of
 from moechat.offload import fused_steps
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.graph_decoder import GraphDecoder
@@ -76,8 +77,8 @@ def feed(engine, passes, cache=None):
             for layer in cache.layers:
                 layer.crop(tokens)
             continue
-        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = engine.passes.run(torch.tensor([tokens]), cache)
+        cache = cache_of(output)
         found.append(output.logits[0, -1])
     return torch.stack(found), cache
 

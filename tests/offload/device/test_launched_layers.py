@@ -17,6 +17,7 @@ from fake_kernels import BuiltKernel, built_kernels
 
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
+from moechat.models.cache_argument import cache_of
 from moechat.offload.launched_layers import LaunchedLayers
 from moechat.offload.settings import OffloadOptions
 
@@ -59,8 +60,8 @@ def decoded(engine, tokens=TOKENS):
     """Last logits of a prompt and of single tokens."""
     cache, found = engine.decoder.new_cache(), []
     for each in (PROMPT, *([token] for token in tokens)):
-        output = engine.passes.run(torch.tensor([each]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = engine.passes.run(torch.tensor([each]), cache)
+        cache = cache_of(output)
         found.append(output.logits[0, -1])
     return torch.stack(found)
 

@@ -17,6 +17,7 @@ from interpreted_graph import InterpretedGraph, Operation
 import moechat
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.systems import CacheSettings
+from moechat.models.cache_argument import cache_of
 from moechat.offload import gpu_clocks, graph_decoder, run_ahead
 from moechat.offload.page_lookup import PageLookup
 from moechat.offload.run_ahead import RunAhead
@@ -65,8 +66,8 @@ class Run:
             self.feed([token])
 
     def feed(self, tokens: list[int]) -> None:
-        output = self.engine.passes.run(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True)
-        self.cache = output.past_key_values
+        output = self.engine.passes.run(torch.tensor([tokens]), self.cache)
+        self.cache = cache_of(output)
         self.logits.append(output.logits[0, -1].clone())
 
     def decisions(self) -> tuple:

@@ -82,13 +82,15 @@ void rotate_of(const RotateTask& task) {
   }
 }
 
-template <ElementType kType>
+template <ElementType kType, ElementType kWeightType>
 void route_of(const RouteTask& task, std::int64_t begin, std::int64_t end) {
   using Type = Elements<kType>;
   using Storage = typename Type::Storage;
+  using Weight = Elements<kWeightType>;
+  using WeightStorage = typename Weight::Storage;
   const std::int64_t hidden = task.hidden;
   for (std::int64_t e = begin; e < end; ++e) {
-    const Storage* weight = static_cast<const Storage*>(task.weight) + e * hidden;
+    const WeightStorage* weight = static_cast<const WeightStorage*>(task.weight) + e * hidden;
     for (std::int64_t t = 0; t < task.tokens; ++t) {
       const Storage* x = static_cast<const Storage*>(task.x) + t * hidden;
       Vec sums[4] = {zero(), zero(), zero(), zero()};
@@ -96,17 +98,18 @@ void route_of(const RouteTask& task, std::int64_t begin, std::int64_t end) {
       for (; c + 64 <= hidden; c += 64) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          sums[i] = fma(Type::get(x + c + 16 * i), Type::get(weight + c + 16 * i), sums[i]);
+          sums[i] = fma(Type::get(x + c + 16 * i), Weight::get(weight + c + 16 * i), sums[i]);
         }
       }
-      for (; c + 16 <= hidden; c += 16) sums[0] = fma(Type::get(x + c), Type::get(weight + c), sums[0]);
+      for (; c + 16 <= hidden; c += 16) sums[0] = fma(Type::get(x + c), Weight::get(weight + c), sums[0]);
       if (c < hidden) {
-        sums[1] = fma(get_part<kType>(x + c, hidden - c), get_part<kType>(weight + c, hidden - c), sums[1]);
+        sums[1] =
+            fma(get_part<kType>(x + c, hidden - c), get_part<kWeightType>(weight + c, hidden - c), sums[1]);
       }
       float sum = lane_sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
       if (task.bias != nullptr) {
         float lanes[16];
-        store(lanes, get_part<kType>(static_cast<const Storage*>(task.bias) + e, 1));
+        store(lanes, get_part<kWeightType>(static_cast<const WeightStorage*>(task.bias) + e, 1));
         sum += lanes[0];
       }
       if (task.logits_type == ElementType::kFloat32) {
@@ -147,7 +150,11 @@ void attend_sum(const AttendTask& task, const AttendShape& shape, float* partial
   for_type(task.type, [&](auto tag) { attend_sum_of<decltype(tag)::kType>(task, shape, partials); });
 }
 void route(const RouteTask& task, std::int64_t begin, std::int64_t end) {
-  for_type(task.type, [&](auto tag) { route_of<decltype(tag)::kType>(task, begin, end); });
+  for_type(task.type, [&](auto tag) {
+    constexpr ElementType kType = decltype(tag)::kType;
+    if (task.weight_type == kType) return route_of<kType, kType>(task, begin, end);
+    route_of<kType, ElementType::kFloat32>(task, begin, end);
+  });
 }
 
 template <ElementType kType>

@@ -35,7 +35,7 @@ void hyper_connection(const HyperConnection& task, const void* x, float* post, f
   NormTask norm{ElementType::kFloat32, wide, normed, normed, elements, task.norm_eps, 0.0f, false};
   rms_norm(norm, 1);  // it reads a weight before it writes the element in its place
   RouteTask product{};
-  product.type = product.logits_type = ElementType::kFloat32;
+  product.type = product.weight_type = product.logits_type = ElementType::kFloat32;
   product.x = normed;
   product.weight = task.weight;
   product.tokens = 1;

@@ -120,15 +120,16 @@ static constexpr std::int64_t kPromptTokens = 16;     // of one head, side by si
 static constexpr std::int64_t kMostPromptLanes = 64;  // such groups of tokens in one call
 
 struct RouteTask {
-  ElementType type;
-  const void* x;       // [tokens, hidden], contiguous
-  const void* weight;  // [experts, hidden], contiguous
-  const void* bias;    // [experts] or null
+  ElementType type;         // of x
+  ElementType weight_type;  // of weight and bias: the same, or float32
+  const void* x;            // [tokens, hidden], contiguous
+  const void* weight;       // [experts, hidden], contiguous
+  const void* bias;         // [experts] or null
   std::int64_t tokens;
   std::int64_t experts;
   std::int64_t hidden;
   ElementType logits_type;
-  void* logits;  // [tokens, experts], rounded to logits_type: float32 or the element type
+  void* logits;  // [tokens, experts], rounded to logits_type: float32 or the type of x
 };
 
 static constexpr std::int64_t kMostTaps = 8;
