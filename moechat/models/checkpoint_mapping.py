@@ -65,6 +65,12 @@ class Target:
         """Checkpoint names of all sources."""
         return [key for group in self.sources.values() for key in group]
 
+    @property
+    def names(self) -> list[str]:
+        """Parameters that are made of the sources: ``name``, and the others of a rule that splits one."""
+        patterns = [] if self.converter is None else self.converter.target_patterns
+        return [self.name, *(self.name.replace(patterns[0], other) for other in patterns[1:])]
+
 
 def map_keys(skeleton: Skeleton, keys: Iterable[str]) -> tuple[dict[str, Target], list[str]]:
     """Find the model parameter of every checkpoint tensor.
@@ -166,7 +172,8 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         not_kept=not_kept,
     )
     _check_dense(skeleton, checkpoint, dense)
-    missing = missing_dense(skeleton, set(targets) | expert_names)
+    made = {name for target in targets.values() for name in target.names}
+    missing = missing_dense(skeleton, made | expert_names)
     if missing:
         raise CheckpointError(
             f"{checkpoint.title} lacks {len(missing)} tensors of the model, first {missing[0]!r}"

@@ -72,16 +72,17 @@ class CompilerStandIn(StandIn):
 
 @contextmanager
 def light_transformers() -> Iterator[None]:
-    """Import modules of transformers inside, as if hqq and support for several machines were not installed.
+    """Import modules of transformers inside, as if hqq, flex attention and support for several machines were
+    not installed.
 
-    transformers would import hqq for a quantised KV cache, and ``torch.distributed`` for sharded tensors;
-    moechat uses neither. The checks are restored afterwards, and modules that were imported inside go on
-    without them.
+    transformers would import hqq for a quantised KV cache, flex attention for its masks, which needs sympy
+    since torch 2.15, and ``torch.distributed`` for sharded tensors; moechat uses none of them. The checks are
+    restored afterwards, and modules that were imported inside go on without them.
     """
     defer_names()
     names: Any = importlib.import_module("transformers.utils")
     more: Any = importlib.import_module("transformers.utils.import_utils")
-    checks = ("is_hqq_available", "is_torch_distributed_available")
+    checks = ("is_hqq_available", "is_torch_distributed_available", "is_torch_flex_attn_available")
     before = [
         (module, name, getattr(module, name))
         for module in (names, more)

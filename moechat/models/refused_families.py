@@ -12,6 +12,8 @@ REASONS = {
     "doge": "its default has no experts, and those that it can have are rows of embeddings",
     "ernie4_5_vl_moe": "a layer has experts for text and others for pictures",
     "inkling2": "its gate is capped softly",
+    "inkling2_loop": "its gate is capped softly",
+    "inkling2_loop_text": "its gate is capped softly",
     "inkling2_text": "its gate is capped softly",
     "jetmoe": "attention has experts too, in a form of its own",
     "longcat_flash": "its routers also choose experts that have no weights",

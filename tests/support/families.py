@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
@@ -20,7 +21,7 @@ from moechat.models.refused_families import NOT_TRIED, REASONS
 LAYERS = 4
 # Largest values of text models by key; smaller defaults stay.
 _TEXT = {
-    **dict.fromkeys(("vocab_size",), 101),
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), 101),
     **dict.fromkeys(("max_position_embeddings",), 256),
     **dict.fromkeys(("hidden_size", "d_model"), 64),
     **dict.fromkeys(("intermediate_size", "prefix_dense_intermediate_size", "ffn_hidden_size"), 96),
@@ -109,6 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_experts": 8},
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 24, "zero_expert_num": 2},
@@ -125,6 +127,8 @@ REFUSED = {
     "doge": "has no routed experts",
     "ernie4_5_vl_moe": "several expert modules in one decoder layer",
     "inkling2": "computes a gate that moechat does not have",
+    "inkling2_loop": "computes a gate that moechat does not have",
+    "inkling2_loop_text": "computes a gate that moechat does not have",
     "inkling2_text": "computes a gate that moechat does not have",
     "jetmoe": "computes its experts in JetMoe",
     "longcat_flash": "computes its experts in LongcatFlashExperts",
@@ -163,7 +167,10 @@ def types_with_experts() -> list[str]:
         ):
             continue
         directory = Path(inspect.getfile(CONFIG_MAPPING[name])).parent
-        for source in directory.glob("modeling_*.py"):
+        sources = list(directory.glob("modeling_*.py"))
+        if not sources and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # the model of another type computes it
+            sources = [Path(inspect.getfile(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]))]
+        for source in sources:
             if re.search(r"^class \w*(Experts|MoE|Moe|SparseMLP)\w*\(", source.read_text(), flags=re.M):
                 found.append(name)
                 break
