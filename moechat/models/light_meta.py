@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import reduce
@@ -18,6 +19,9 @@ from typing import Any
 
 from moechat.models.stand_in import StandIn
 
+# Held inside light_meta(), since it changes what belongs to the whole process: modules, torch's settings, and
+# its default element type, which transformers changes while it builds a model and sets back to what it found.
+_ONE_THREAD = threading.RLock()
 _SYMPY = "sympy"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
@@ -94,10 +98,10 @@ class Shapes(StandIn):
 def light_meta() -> Iterator[None]:
     """Compute on the meta device inside; sympy is imported only where it is really needed.
 
-    Contents are not known there; ``nonzero`` finds as many elements as there can be.
+    Contents are not known there; ``nonzero`` finds as many elements as there can be. One thread at a time.
     """
     settings: Any = importlib.import_module("torch.fx.experimental._config")
-    with ExitStack() as undo:
+    with _ONE_THREAD, ExitStack() as undo:
         undo.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
         # A program that has loaded them already saves nothing, and must see only one of each.
         if _SYMPY not in sys.modules and _SHAPES not in sys.modules:

@@ -238,9 +238,9 @@ def counted_passes(engine: Engine) -> Iterator[Passes]:
     found, runner = Passes(), engine.passes
     run, run_together = runner.run, runner.run_together
 
-    def count(ids: torch.Tensor, **arguments: Any) -> Any:
+    def count(ids: torch.Tensor, *rest: Any, **arguments: Any) -> Any:
         found.alone += 1
-        return run(ids, **arguments)
+        return run(ids, *rest, **arguments)
 
     def count_together(tokens: list[int], caches: list[Any]) -> Any:
         rows = run_together(tokens, caches)

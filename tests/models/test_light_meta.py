@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from first_token import FirstToken
 from forked_code import run_each
+
+from moechat.hub.known_shapes import shape_names
+from moechat.models.outlining import known_config
+from moechat.models.skeleton import build_skeleton
 
 # Sums of integers, on the meta device, need sympy.
 _WITH_SYMPY = {"deepseek-v4-flash"}
@@ -133,3 +139,16 @@ def test_afterwards_the_real_modules_can_be_imported(printed: dict[str, str]) ->
 
 def test_plain_arguments_have_the_results_of_the_real_functions(printed: dict[str, str]) -> None:
     assert printed[_PLAIN_ARGUMENTS].split() == ["done"]
+
+
+def test_models_built_by_several_threads_leave_the_default_type_as_it_is() -> None:
+    names = shape_names()[:4]
+
+    def build(name: str) -> dict[str, torch.dtype]:
+        skeleton = build_skeleton(known_config(name), torch.bfloat16)
+        return {key: tensor.dtype for key, tensor in skeleton.state.items()}
+
+    alone = [build(name) for name in names]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(build, names * 3)) == alone * 3
+    assert torch.get_default_dtype() is torch.float32
