@@ -7,9 +7,9 @@ from typing import Any
 
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
+from moechat.serve.media import instead, named
 
 _CLEAR_THINKING = "clear_thinking_20251015"
-_MEDIA = {"image": "pictures", "document": "documents", "audio": "sound"}
 
 
 def chat_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -126,17 +126,17 @@ def _user(blocks: list[Any], role: str, place: str) -> list[dict[str, Any]]:
         if kind == "text":
             texts.append(_field(block, "text", at))
         elif kind == "tool_result":
-            text = _text(block.get("content") or "", f"{at}.content")
+            text = _text(block.get("content") or "", f"{at}.content", of_tool=True)
             if block.get("is_error") is True:
                 text = f"error: {text}"
             call_id = _field(block, "tool_use_id", at)
             results.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
-            raise _wrong(f"{at}.type", f"{_MEDIA.get(kind, kind)} cannot be read; models here take text")
+            raise _wrong(f"{at}.type", f"{named(kind)} cannot be read; models here take text")
     return results + ([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, place: str, *, of_tool: bool = False) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -145,9 +145,10 @@ def _text(value: Any, place: str) -> str:
     for number, block in enumerate(value):
         at = f"{place}[{number}]"
         kind = _kind(block, at)
-        if kind != "text":
-            raise _wrong(f"{at}.type", f"{_MEDIA.get(kind, kind)} cannot be read; models here take text")
-        pieces.append(_field(block, "text", at))
+        other = instead(kind) if of_tool else None
+        if kind != "text" and other is None:
+            raise _wrong(f"{at}.type", f"{named(kind)} cannot be read; models here take text")
+        pieces.append(other or _field(block, "text", at))
     return "\n".join(pieces)
 
 

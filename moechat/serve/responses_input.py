@@ -6,6 +6,7 @@ from typing import Any
 
 from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
+from moechat.serve.media import instead
 from moechat.serve.responses_tools import function_name, input_arguments
 
 # Calls of tools that OpenAI's servers run. They are skipped: the answers that follow hold what was found.
@@ -58,7 +59,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = _content(item.get("output"), place)
+        output = _content(item.get("output"), place, of_tool=True)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         parts = item.get("content") or []
@@ -77,7 +78,7 @@ def _function(item: dict[str, Any], place: str) -> Any:
     return function_name(namespace, name)
 
 
-def _content(value: Any, place: str) -> str:
+def _content(value: Any, place: str, *, of_tool: bool = False) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -85,7 +86,12 @@ def _content(value: Any, place: str) -> str:
     pieces = []
     for number, part in enumerate(value):
         at = f"{place}.content[{number}]"
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
+        kind = part.get("type") if isinstance(part, dict) else None
+        other = instead(str(kind)) if of_tool else None
+        if other is not None:
+            pieces.append(other)
+            continue
+        if not isinstance(part, dict) or kind not in _TEXTS:
             raise _wrong(f"{at}.type", "models here take text only")
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):

@@ -12,6 +12,7 @@ import pytest
 from serve_support import PATIENCE_S, ServerProcess, sse_events
 
 from moechat.serve.anthropic_input import chat_messages
+from moechat.serve.api_errors import ApiError
 from moechat.serve.fields import Fields
 
 STORY: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -241,3 +242,22 @@ def test_thinking_is_a_block_of_its_own(tools: ServerProcess) -> None:
         assert [block.type for block in found.content] == ["thinking"]
         without = api.messages.create(model=name, messages=STORY, max_tokens=20)
         assert {block.type for block in without.content} <= {"text"}
+
+
+def test_a_picture_in_the_result_of_a_tool_is_left_out_and_named() -> None:
+    picture = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+    }
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "1",
+        "content": [{"type": "text", "text": "see:"}, picture],
+    }
+    messages = [{"role": "user", "content": [result]}]
+    (found,) = chat_messages(Fields({"messages": messages}))
+    assert found["role"] == "tool"
+    assert found["content"] == "see:\n[pictures left out: this model reads text only]"
+    for content in ([picture], [{**result, "content": [{"type": "surprise"}]}]):
+        with pytest.raises(ApiError, match="cannot be read; models here take text"):
+            chat_messages(Fields({"messages": [{"role": "user", "content": content}]}))

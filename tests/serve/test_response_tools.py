@@ -175,3 +175,17 @@ def test_a_wrong_tool_is_named(client: httpx.Client, tool: Any, place: str) -> N
     response = client.post("/v1/responses", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == place
+
+
+def test_a_picture_in_the_result_of_a_tool_is_left_out_and_named() -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+    parts = [{"type": "input_text", "text": "a screen "}, picture]
+    given = {"type": "function_call_output", "call_id": "1", "output": parts}
+    (message,) = chat_messages(Fields({"input": [given]}))
+    assert message["role"] == "tool"
+    assert message["content"] == "a screen [pictures left out: this model reads text only]"
+    for parts in ([picture], [{"type": "surprise"}]):
+        with pytest.raises(ApiError, match="text only"):
+            chat_messages(Fields({"input": [{"role": "user", "content": parts}]}))
+    with pytest.raises(ApiError, match="text only"):
+        chat_messages(Fields({"input": [{**given, "output": [{"type": "surprise"}]}]}))
