@@ -102,8 +102,11 @@ def _parameter_count(module: nn.Module) -> int:
 
 def inputs_dtype(model: Any) -> torch.dtype:
     """Type of the hidden states of a transformers model: its routers may have float32 weights beside."""
+    embedding: nn.Module = model.get_input_embeddings()
+    held = next(embedding.parameters(), None)
+    device = "cpu" if held is None else held.device
     with probing():
-        made: torch.Tensor = model.get_input_embeddings()(torch.zeros((1, 1), dtype=torch.int64))
+        made: torch.Tensor = embedding(torch.zeros((1, 1), dtype=torch.int64, device=device))
     return made.dtype
 
 
