@@ -15,9 +15,11 @@ from kernel_support import DEVICE
 from step_support import TYPES, close, drawn
 
 from moechat.models.decode.norms import Norm
+from moechat.models.decode.routers import recognise_router
 from moechat.models.packed_rows import ROW_TYPE, row_bytes
 from moechat.offload.kernels import layer_steps, steps
 from moechat.offload.kernels.attention import append
+from moechat.offload.known_router import KnownRouter
 
 SLOTS = 7
 
@@ -45,6 +47,31 @@ def test_products_may_be_kept_in_float32() -> None:
     x, weight = drawn(1, 64, dtype=torch.bfloat16), drawn(5, 64, dtype=torch.bfloat16, seed=2)
     (found,) = layer_steps.products(x, [weight], [None], torch.float32)
     torch.testing.assert_close(found, x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_router_with_float32_weights_has_the_logits_of_its_family(dtype) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(drawn(24, 72, seed=2) / 8, requires_grad=False)
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = nn.functional.linear(hidden.float(), self.weight.float())
+            weights, index = logits.softmax(-1).topk(3, dim=-1)
+            return logits, weights, index
+
+    module, x = Router(), drawn(1, 72, dtype=dtype)
+    rule = recognise_router(module.cpu(), inputs=dtype)
+    assert rule is not None
+    module.to(x.device)
+    router = KnownRouter(rule, None, widened=True)
+    assert router.serves(module, x)
+    logits = router.logits(module, x)
+    assert logits is not None
+    torch.testing.assert_close(logits, module(x)[0])
+    assert not router.serves(module, x.float()), "its hidden states have another type"
+    assert not KnownRouter(rule, None, widened=False).serves(module, x)
 
 
 def test_only_plain_layers_of_the_same_type_are_multiplied_so() -> None:
