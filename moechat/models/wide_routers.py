@@ -49,7 +49,7 @@ def _takes(module: nn.Module, weight_dtype: torch.dtype, dtype: torch.dtype) -> 
     trial = copy(module)
     for held in ("_parameters", "_buffers"):
         values = {
-            name: each if each is None else torch.zeros_like(each, device="cpu")
+            name: each if each is None else torch.zeros(each.shape, dtype=each.dtype)
             for name, each in vars(module)[held].items()
         }
         trial.__dict__[held] = values
