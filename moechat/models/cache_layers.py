@@ -49,17 +49,13 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.packed = packed
         self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """As transformers' own layer, which keeps no type of its elements since 5.24."""
-        super().lazy_initialization(key_states, value_states)
-        self.dtype = key_states.dtype
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens; returns all keys ``[1, heads, tokens, dim]`` and all values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.dtype = key_states.dtype
         held = self.get_seq_length()
         length = held + key_states.shape[-2]
         if self._reserved is None or length > self._reserved[0].shape[-2]:
@@ -187,17 +183,13 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._start = 0
         self._held = 0
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """As transformers' own layer, which keeps no type of its elements since 5.24."""
-        super().lazy_initialization(key_states, value_states)
-        self.dtype = key_states.dtype
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens; returns all keys and values from the first that the first new token attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.dtype = key_states.dtype
         count = key_states.shape[-2]
         too_long = count > self._capacity - (self.sliding_window - 1)
         if too_long and self.packed:

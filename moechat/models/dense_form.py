@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the name the field uses
 from moechat import _native
 from moechat.geometry import AUTO_BITS, FLOAT_ENCODINGS, DenseBits
 from moechat.models.decode.latent import latent_projections
+from moechat.models.decode.probe import inputs_dtype
 from moechat.models.linear import TILE_ROWS, only_scales_rows
 from moechat.models.skeleton import Skeleton
 from moechat.models.wide_routers import widening_routers
@@ -286,8 +287,8 @@ def choose_form(
     latents = latent_projections(model)
     avoided = set() if reads is None else reads.modules
     routers = _routers(skeleton)
-    model_type: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[assignment]
-    widening = widening_routers(model, model_type) if model_type in HALVES else set()
+    inputs = inputs_dtype(model)
+    widening = widening_routers(model, inputs) if inputs in HALVES else set()
 
     def replaceable(module: nn.Module, *, is_encoded: bool = False) -> bool:
         if module in avoided or module in latents:
@@ -349,7 +350,7 @@ def choose_form(
                     sizes[key][name] = sum(map(part_bytes, _parts(bits, name, rows, cols, decoded=False)))
             kept.update(names)
             continue
-        if kind is model_type and all(module in widening for _, module, _ in of):
+        if kind is inputs and all(module in widening for _, module, _ in of):
             kept.update(names)
             sizes[key] = {"stored": parameter.numel() * kind.itemsize}
             continue

@@ -18,7 +18,7 @@ from torch import nn
 
 from moechat.models.decode.gated_delta import GatedDelta
 from moechat.models.decode.norms import Norm, recognise_norm
-from moechat.models.decode.probe import FEW_TOKENS, probing
+from moechat.models.decode.probe import FEW_TOKENS, inputs_dtype, probing
 from moechat.models.decode.rotary import (
     WHOLE,
     Rotate,
@@ -27,7 +27,7 @@ from moechat.models.decode.rotary import (
     rotated_width,
     with_rotary,
 )
-from moechat.models.decode.routers import Rule, inputs_dtype, recognise_router
+from moechat.models.decode.routers import Rule, recognise_router
 from moechat.models.decode.shared_expert import Mlp, recognise_mlps, recognise_shared_blocks
 from moechat.offload.fused_delta import delta_forward, recognise_deltas
 from moechat.offload.fused_feed import FusedBlock, block_forward, mlp_forward

@@ -21,7 +21,6 @@ def named(kind: str) -> str:
 def instead(kind: str) -> str | None:
     """A text in the place of such a part in the result of a tool; ``None``: the type is not known.
 
-    A refused result would end the conversation of a program that cannot take it back, as when an agent has
-    looked at a picture. So the model is told what it does not see.
+    An agent cannot take such a result back: to refuse it would end the conversation.
     """
     return f"[{_KINDS[kind]} left out: this model reads text only]" if kind in _KINDS else None

@@ -35,12 +35,12 @@ from moechat.models.decode.norms import (
     recognise_bare_norm,
     recognise_norm,
 )
+from moechat.models.decode.probe import inputs_dtype
 from moechat.models.decode.products import native_rows
 from moechat.models.decode.rotary import recognise_neighbours, recognise_rotary, with_rotary
 from moechat.models.decode.routers import (
     Rule,
     given_corrections,
-    inputs_dtype,
     native_router,
     recognise_router,
 )

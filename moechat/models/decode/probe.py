@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moechat.models.element_types import ELEMENTS
+from moechat.models.light_meta import light_meta
 
 # Most tokens of a decoding pass; in larger passes torch's overhead is small compared to the products.
 FEW_TOKENS = 8
@@ -62,3 +63,13 @@ def probing() -> Iterator[torch.Generator]:
     """Yield a generator with a fixed seed for probes, outside inference mode and without gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield torch.Generator().manual_seed(4099)
+
+
+def inputs_dtype(model: Any) -> torch.dtype:
+    """Type of the hidden states of a transformers model: its routers may have float32 weights beside."""
+    embedding: nn.Module = model.get_input_embeddings()
+    held = next(embedding.parameters(), None)
+    device = "cpu" if held is None else held.device
+    with probing(), light_meta():
+        made: torch.Tensor = embedding(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    return made.dtype

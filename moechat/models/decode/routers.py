@@ -100,16 +100,6 @@ def _parameter_count(module: nn.Module) -> int:
         return 0
 
 
-def inputs_dtype(model: Any) -> torch.dtype:
-    """Type of the hidden states of a transformers model: its routers may have float32 weights beside."""
-    embedding: nn.Module = model.get_input_embeddings()
-    held = next(embedding.parameters(), None)
-    device = "cpu" if held is None else held.device
-    with probing():
-        made: torch.Tensor = embedding(torch.zeros((1, 1), dtype=torch.int64, device=device))
-    return made.dtype
-
-
 def recognise_router(
     module: nn.Module, given: torch.Tensor | None = None, inputs: torch.dtype | None = None
 ) -> Rule | None:
