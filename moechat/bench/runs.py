@@ -73,7 +73,7 @@ class Runs:
             drawn: list[int] = generator.integers(0, bench.vocabulary, size=options.all_tokens).tolist()
             return drawn
         start = [prompt[at % len(prompt)] for at in range(options.prompt_tokens)]
-        steps = bench.engine.generate(start, max_new_tokens=answer, temperature=0.0)
+        steps = bench.engine.generate(start, max_new_tokens=answer, temperature=0.0, draft_tokens=0)
         given = [step.token_id for step in steps]
         # An answer that ends early is repeated.
         return start + [given[at % len(given)] for at in range(answer)]

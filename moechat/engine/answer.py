@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moechat.engine.drafts import MOST_DRAFT
 from moechat.engine.grammar import Constraint
 from moechat.engine.stop_text import StopText
 from moechat.errors import UsageError
@@ -32,6 +33,7 @@ class AnswerSettings:
         logprobs: Number of likeliest tokens given with each token; ``None``: no probabilities at all.
         bias: Added to logits, see :func:`token_bias`.
         constraint: The grammar at its beginning; ``None`` for free text.
+        draft_tokens: Most tokens that are guessed at a time.
     """
 
     limit: int
@@ -41,6 +43,7 @@ class AnswerSettings:
     logprobs: int | None = None
     bias: Mapping[int, float] = field(default_factory=dict)
     constraint: Constraint | None = None
+    draft_tokens: int = MOST_DRAFT
 
 
 def stop_texts(value: object, name: str = "stop") -> tuple[str, ...]:

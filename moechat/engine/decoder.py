@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moechat.engine.answer import AnswerText
+from moechat.engine.drafts import DraftLengths
 from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
@@ -18,6 +19,7 @@ from moechat.models.attention_cache import reserve_tokens
 from moechat.models.cache_argument import cache_of
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
+from moechat.models.unverified_tokens import UnverifiedTokens, make_room
 from moechat.models.waves import Passed
 from moechat.sizes.cache_shape import PREFILL_CHUNK
 
@@ -39,6 +41,8 @@ class Decoder:
         cached_tokens: Tokens that ``prompt_cache`` held after the last answer.
         vocabulary: Rows of the embedding.
         grammars: Makes the masks of grammars.
+        lengths: Chooses the lengths of drafts.
+        unverified: Tokens of a draft in the cache of an answer, of one at a time.
         meter: Reads the counters of experts and link.
         passes: Runs the model.
     """
@@ -56,6 +60,8 @@ class Decoder:
         self.stop_tokens = stop_tokens
         self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
         self.cached_tokens = 0
+        self.lengths = DraftLengths()
+        self.unverified = UnverifiedTokens()
         self.passes = passes
         self.meter = meter
         self._tokenizer = tokenizer
@@ -167,6 +173,43 @@ class Decoder:
         output = self.passes.run(ids, cache, **self._last_only)
         return output.logits[0, -1], cache_of(output)
 
+    @property
+    def most_verified(self) -> int:
+        """Most tokens of a pass with a draft; 0: there can be none, or another answer has one."""
+        return 0 if self.unverified.any else self.passes.most_successive
+
+    def can_verify(self) -> bool:
+        """Whether passes with drafts give the logits of passes of single tokens; tried out once.
+
+        Raises:
+            MoechatError: As :meth:`PassRunner.run`.
+        """
+        return self.passes.try_successive()
+
+    def verify(
+        self, latest: Sequence[int], draft: Sequence[int], cache: Any
+    ) -> Sequence[torch.Tensor] | None:
+        """Compute the latest tokens of an answer and a draft behind them in one pass.
+
+        :attr:`unverified` has the tokens of the draft then.
+
+        Args:
+            latest: Known tokens, at least one.
+            draft: Guessed tokens; with the others at most :attr:`most_verified`.
+            cache: As for :meth:`step`, and so are the errors.
+
+        Returns:
+            Logits, ``[vocabulary]`` each: those behind the last known token and behind each guess;
+            ``None``, without any change, if the cache cannot take them.
+        """
+        tokens = [*latest, *draft]
+        room = self.unverified.begin(cache, len(tokens)) if draft else make_room(cache, len(tokens))
+        rows = self.passes.run_successive(tokens, cache) if room else None
+        if rows is None:
+            self.unverified.cancel()
+            return None
+        return rows[len(latest) - 1 :].unbind()
+
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
         """Compute tokens in the passes of a prompt; arguments, result and errors as for :meth:`step`."""
         ids = torch.tensor([list(tokens)])
@@ -231,6 +274,7 @@ class Decoder:
 
     def take_cache(self, prompt: list[int]) -> CachedTokens:
         """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
+        self.unverified.release()  # a wave needs this memory
         held = self.prompt_cache.take(prompt, self.passes.loaded.cache.appendable)
         if held.cache is None:
             try:
@@ -290,11 +334,11 @@ class Decoder:
         if near is not None:
             near.end_request(key)
 
-    def token_done(self, seconds: float) -> None:
-        """Count a token, which took so long."""
+    def token_done(self, seconds: float, *, alone: bool) -> None:
+        """Count a token, which took so long, in a pass of its own or one with a draft."""
         upkeep = self.passes.loaded.upkeep
         if upkeep is not None:
-            upkeep.step(seconds)
+            upkeep.step(seconds, alone=alone)
 
     def keep(self, held: CachedTokens, tokens: list[int], prompt: int) -> None:
         """Keep the attention cache of an answer that has ended, and do what comes after answers.

@@ -120,6 +120,50 @@ class PassRunner:
         found: torch.Tensor | None = self._try(compute)
         return found
 
+    @property
+    def most_successive(self) -> int:
+        """Most tokens of :meth:`run_successive`; 0: the model cannot be computed so."""
+        together = self.loaded.native_modules.together
+        return 0 if together is None else together.most_successive
+
+    def try_successive(self) -> bool:
+        """Whether :meth:`run_successive` gives the logits of single passes; a trial decides it once.
+
+        Raises:
+            MoechatError: As :meth:`run`.
+        """
+
+        def compute(loaded: LoadedModel) -> bool:
+            together = loaded.native_modules.together
+            return together is not None and together.try_successive()
+
+        return bool(self._try(compute))
+
+    def run_successive(self, tokens: Sequence[int], cache: Any) -> torch.Tensor | None:
+        """One pass of successive tokens of one attention cache, whose layers have room for them.
+
+        Args:
+            tokens: Their ids, at most :attr:`most_successive`.
+            cache: From :meth:`moechat.engine.decoder.Decoder.new_cache`; changed in place.
+
+        Returns:
+            Logits ``[tokens, vocabulary]``, those of passes of their own; ``None``, without any change, if
+            this model or cache cannot be computed so.
+
+        Raises:
+            MoechatError: As :meth:`run`. The layers of the cache may differ in length then.
+        """
+
+        def compute(loaded: LoadedModel) -> torch.Tensor | None:
+            together = loaded.native_modules.together
+            if together is None:
+                return None
+            loaded.waves.reset()  # one that was interrupted
+            return together.run_successive(tokens, cache)
+
+        found: torch.Tensor | None = self._try(compute)
+        return found
+
     def run_wave(
         self,
         chunks: Sequence[torch.Tensor],

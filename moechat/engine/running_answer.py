@@ -1,9 +1,13 @@
-"""One answer under way: its prompt is computed in passes, then its tokens are drawn one after the other."""
+"""One answer under way: its prompt is computed in passes, then its tokens are drawn one after the other.
+
+A pass may have a draft of the next tokens (:mod:`moechat.engine.drafts`). Tokens are drawn behind each of
+them for as long as they are those of the draft.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 
 from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
 from moechat.engine.decoder import Decoder
+from moechat.engine.drafts import Match, PromptLookup
 from moechat.engine.stats import Stats
 from moechat.models.prompt_cache import CachedTokens
 from moechat.steps import Step
@@ -22,20 +27,26 @@ class _Pending:
     """Logits that are computed and from which no token is drawn yet.
 
     Attributes:
-        logits: ``[vocabulary]``.
+        rows: ``[vocabulary]`` behind the latest token, then behind each token of the draft.
         seconds: What their pass took, or the answer's share of it.
+        match: Where the text was found before; ``None``: nowhere, or it was not looked for.
+        draft: Tokens that were guessed and computed.
+        right: Guesses that have been drawn.
     """
 
-    logits: torch.Tensor
+    rows: Sequence[torch.Tensor]
     seconds: float
+    match: Match | None = None
+    draft: Sequence[int] = ()
+    right: int = 0
 
 
 class Answer:
     """An iterator over the steps of an answer, to be advanced in turns with others.
 
     Each item computes one pass: of a part of the prompt, then of a token, unless
-    :meth:`moechat.Engine.compute_together` has computed that already. Items are a step for each token, and
-    ``None`` after each pass of the prompt but the last.
+    :meth:`moechat.Engine.compute_together` has computed that already, or a guess was right. Items are a step
+    for each token, and ``None`` after each pass of the prompt but the last.
 
     Each answer has an attention cache of its own, from its first item until it ends or is closed.
 
@@ -53,8 +64,9 @@ class Answer:
         stats: Measurements so far.
     """
 
-    # Invariants: _held is None before the first item and after the end. _waves are the passes that come
-    # before the next token, in order; _computed tokens of _known are in the cache.
+    # Invariants: _held is None before the first item and after the end. _waves are the passes of the prompt
+    # that are left, in order. _computed tokens of _known are in the cache, mostly all but the latest; behind
+    # them the cache has the tokens of a draft that are not drawn yet, if _pending has any.
     def __init__(
         self,
         decoder: Decoder,
@@ -80,6 +92,7 @@ class Answer:
         self._drawn = 0
         self._first = 0.0
         self._pending: _Pending | None = None
+        self._lookup = PromptLookup(self._known)
         self._ended = False
 
     def __iter__(self) -> Answer:
@@ -114,7 +127,9 @@ class Answer:
 
     def close(self) -> None:
         """End the answer; its tokens stay in the prompt cache. Harmless when repeated."""
-        self._ended, self._pending = True, None
+        pending, self._pending, self._ended = self._pending, None, True
+        if self._held is not None and pending is not None and pending.right < len(pending.draft):
+            self._settle()
         held, self._held = self._held, None
         if held is not None:
             self.decoder.end_request(self)
@@ -140,13 +155,13 @@ class Answer:
         assert self._held is not None
         return self._held.cache
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, tokens: int = 1) -> None:
         """A pass begins; if it fails, the cache is good only up to its last copy.
 
-        Memory for a prompt is reserved by then; that for another token is here.
+        Memory for a prompt is reserved by then; that for so many other tokens is here.
         """
         assert self._held is not None
-        self.decoder.reserve(self._held, self._computed + 1)
+        self.decoder.reserve(self._held, self._computed + tokens)
         self._held.whole = False
 
     def give_back(self) -> None:
@@ -165,9 +180,8 @@ class Answer:
         assert self._held is not None
         self._held.whole = True
         self._computed += 1
-        self._waves = []
         self.stats = stats
-        self._pending = _Pending(logits, seconds)
+        self._pending = _Pending((logits,), seconds)
 
     # ---- a pass of its own
 
@@ -187,54 +201,133 @@ class Answer:
         """Compute the next pass; returns whether a token can be drawn then."""
         held, decoder = self._held, self.decoder
         assert held is not None
+        if self._computed >= self._prompt:
+            self._compute_token(held)
+            return True
         decoder.meter.start()
         begun = time.perf_counter()
         chunks = self._waves.pop(0)
         self.begin_pass()
-        if self._computed < self._prompt:
-            logits, held.cache = decoder.advance(
-                chunks,
-                held.cache,
-                partial(_advanced, self._progress, self._computed, self._prompt),
-                partial(_layer_passed, held, self._computed),
-                partial(_part_ended, held, self._computed),
-            )
-        else:
-            decoder.begin_token(self, self._known[self._computed])
-            logits, held.cache = decoder.step(chunks[0], held.cache)
+        logits, held.cache = decoder.advance(
+            chunks,
+            held.cache,
+            partial(_advanced, self._progress, self._computed, self._prompt),
+            partial(_layer_passed, held, self._computed),
+            partial(_part_ended, held, self._computed),
+        )
         self._computed += sum(chunk.shape[1] for chunk in chunks)
         held.whole = True
-        self.stats = decoder.meter.add(self.stats)
-        decoder.stats = self.stats
+        self._count(decoder.meter.add(self.stats))
         if self._waves:
             return False
-        self._pending = _Pending(logits, time.perf_counter() - begun)
+        self._pending = _Pending((logits,), time.perf_counter() - begun)
         return True
 
+    def _compute_token(self, held: CachedTokens) -> None:
+        """Compute the latest token, and a draft where one is expected to be worth it."""
+        decoder, latest = self.decoder, self._known[self._computed :]
+        match, draft = self._guess(len(latest))
+        decoder.meter.start()
+        begun = time.perf_counter()
+        self.begin_pass(len(latest) + len(draft))
+        several = draft or len(latest) > 1
+        rows: Sequence[torch.Tensor] | None = decoder.verify(latest, draft, held.cache) if several else None
+        if rows is None:
+            draft = []
+            decoder.begin_token(self, latest[-1])
+            logits, held.cache = decoder.step(torch.tensor([latest]), held.cache)
+            rows = (logits,)
+            self._count(decoder.meter.add(self.stats))
+        else:
+            self._count(decoder.meter.add_shares([self.stats])[0])
+        self._computed += len(latest)
+        held.whole = not draft
+        seconds = time.perf_counter() - begun
+        decoder.lengths.passed(len(latest) + len(draft), seconds)
+        self._pending = _Pending(rows, seconds, match, draft)
+
+    def _count(self, stats: Stats) -> None:
+        self.stats = self.decoder.stats = stats
+
     def _draw(self) -> Step:
-        pending, self._pending = self._pending, None
+        pending = self._pending
         assert pending is not None
         begun = time.perf_counter()
-        chosen = self._chooser.choose(self._history, pending.logits)
+        chosen = self._chooser.choose(self._history, pending.rows[pending.right])
         now = time.perf_counter()
         self._first = self._first or now
         self._drawn += 1
-        self.decoder.token_done(pending.seconds + now - begun)
-        self.stats = self.decoder.stats = replace(
-            self.stats,
-            output_tokens=self._drawn,
-            ttft_s=self._first - self._started,
-            tpot_s=(now - self._first) / (self._drawn - 1) if self._drawn > 1 else 0.0,
-            busy_s=now - self._started,
-        )
+        self.decoder.token_done(pending.seconds + now - begun, alone=not pending.draft)
         last = self._drawn == self._settings.limit
         step = self._text.step(chosen, complete=self._chooser.complete, last=last)
         if step.finish_reason is None:
             latest = torch.tensor([[step.token_id]])
-            self._waves = [[latest]]
             self._history = torch.cat([self._history, latest], dim=1)
             self._known.append(step.token_id)
+        self._go_on(pending, None if step.finish_reason else step.token_id)
+        self._count(
+            replace(
+                self.stats,
+                output_tokens=self._drawn,
+                ttft_s=self._first - self._started,
+                tpot_s=(now - self._first) / (self._drawn - 1) if self._drawn > 1 else 0.0,
+                busy_s=now - self._started,
+            )
+        )
         return step
+
+    # ---- drafts
+
+    def _guess(self, behind: int) -> tuple[Match | None, list[int]]:
+        """Where the text was found before, and the draft that follows, which may be empty.
+
+        Args:
+            behind: Tokens that the pass computes in any case.
+        """
+        decoder = self.decoder
+        left = self._settings.limit - self._drawn - 1  # tokens that may follow the next one
+        most = min(self._settings.draft_tokens, left, decoder.most_verified - behind)
+        found = self._lookup.find() if most > 0 else None
+        count = 0 if found is None else decoder.lengths.choose(found.length, behind + most, behind)
+        if found is None or not count or not decoder.can_verify():
+            return found, []
+        return found, self._lookup.draft(found, count)
+
+    def _go_on(self, pending: _Pending, token: int | None) -> None:
+        """Go on with the pass if the drawn token was guessed; else the rest of its draft is wrong.
+
+        Args:
+            pending: The pass.
+            token: The drawn one; ``None``: the answer has ended.
+        """
+        draft, match, lengths = pending.draft, pending.match, self.decoder.lengths
+        if pending.right < len(draft) and draft[pending.right] == token:
+            pending.right += 1
+            pending.seconds = 0.0
+            self._computed += 1
+            self.stats = replace(self.stats, accepted_tokens=self.stats.accepted_tokens + 1)
+            if pending.right < len(draft):
+                return
+        else:
+            self._pending = None
+            if match is not None and not draft and token is not None:
+                lengths.verified(match.length, 1, int(self._known[match.end] == token))
+            if pending.right == len(draft):
+                return  # there was no draft, or all of it was right, which has been settled
+        # What follows the end of an answer is not known.
+        assert match is not None
+        lengths.verified(match.length, len(draft) if token is not None else pending.right, pending.right)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take the cache back to the drawn tokens.
+
+        A cache with states goes back to what it was before the pass, and the next pass computes the tokens
+        since then again.
+        """
+        assert self._held is not None
+        self._computed = self.decoder.unverified.keep(self._computed)
+        self._held.whole = True
 
 
 def _part_ended(held: CachedTokens, before: int, done: int) -> None:

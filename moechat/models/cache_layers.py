@@ -99,6 +99,20 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
         return keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1), held, self.packed
 
+    def make_room(self, count: int) -> bool:
+        """Whether so many tokens fit into the reserved memory; see :meth:`takes_token`."""
+        if self._reserved is None or self.keys is None:
+            return False
+        return self.keys.shape[-2] + count <= self._reserved[0].shape[-2]
+
+    def take_back(self, count: int) -> None:
+        """Forget the last ``count`` tokens."""
+        assert self._reserved is not None
+        assert self.keys is not None
+        keys, values = self._reserved
+        length = self.keys.shape[-2] - count
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
+
     def next_place(self) -> Place | None:
         """Memory for the next token; ``None`` if none is reserved, or it is full."""
         if self._reserved is None or self.keys is None:
@@ -246,6 +260,27 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         first, held = self._append(1)
         at, head = (first - held) * row * keys.itemsize, self._capacity * row
         return keys.data_ptr() + at, head, values.data_ptr() + at, head, held, self.packed
+
+    def make_room(self, count: int) -> bool:
+        """Make room for so many tokens, so that all of them can be taken back; whether that is possible."""
+        if (
+            self._reserved is None
+            or self._records_past()
+            or count > self._capacity - (self.sliding_window - 1)
+        ):
+            return False
+        self._make_room(count)
+        return True
+
+    def take_back(self, count: int) -> None:
+        """Forget the last ``count`` tokens. REQUIRES: :meth:`make_room` before them."""
+        end = self._start + self._held - count
+        self.cumulative_length -= count
+        # The tokens that had left the window are still in front of it.
+        self._held = min(self.cumulative_length, self.sliding_window - 1)
+        self._start = end - self._held
+        assert self._start >= 0
+        self._show()
 
     def activate_past_recording(self) -> None:
         """As transformers' own layer; not for packed tokens."""

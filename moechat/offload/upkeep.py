@@ -146,8 +146,13 @@ class Upkeep:
 
     # ---- during an answer
 
-    def step(self, seconds: float) -> None:
-        """Count a token of an answer; the first one was computed with its prompt."""
+    def step(self, seconds: float, *, alone: bool = True) -> None:
+        """Count a token of an answer; the first one was computed with its prompt.
+
+        Args:
+            seconds: That it took; 0 for a guessed one, whose pass counts for the token before.
+            alone: It had a pass of its own. Ways to load experts are compared by such passes only.
+        """
         if self._mark is None:
             self._mark = self._near.stats()
             self._answer_tokens, self._seconds = 0, 0.0
@@ -155,7 +160,10 @@ class Upkeep:
         else:
             self._answer_tokens += 1
             self._seconds += seconds
-            self._watch.token(seconds)
+            if alone:
+                self._watch.token(seconds)
+            else:
+                self._watch.leave_out()
 
     def answer_done(self) -> None:
         """End the answer, complete or not; cheap except for a rare write."""

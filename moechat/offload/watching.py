@@ -56,6 +56,10 @@ class TierWatch:
         if watch.token(seconds, self._hard - before):
             self._load_by(self._watched.ways[watch.way])
 
+    def leave_out(self) -> None:
+        """A token shared its pass with others, which says little about the ways."""
+        self._hard = self._near.runner.hard_activations()
+
     def settle(self) -> None:
         """Between answers: end a trial."""
         if self._watched is None or self._near.settings != self._settings:

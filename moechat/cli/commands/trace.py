@@ -199,6 +199,7 @@ class _Session:
                         max_new_tokens=self._command.max_tokens,
                         temperature=self._command.temperature,
                         seed=self._command.seed,
+                        draft_tokens=0,  # wrong guesses would be recorded
                     ):
                         answer.append(step.token_id)
                         text.append(step.text)

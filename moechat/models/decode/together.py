@@ -1,8 +1,9 @@
-"""Computes one token of each of several conversations in one pass through a whole model.
+"""Computes several tokens in one pass through a whole model: one of each of several conversations, or
+successive ones of one.
 
-Answers that are decoded at the same time would each read all dense weights and their own experts. Here dense
-weights are read once for all tokens, and each expert that any of them chose once. Each token has an attention
-cache of its own, so only attention is computed for one after the other.
+In passes of their own, each token would read all dense weights and its own experts. Here dense weights are
+read once for all tokens, and each expert that any of them chose once. Attention and states are computed for
+one token after the other.
 
 The results of a token are those of a pass of its own, bit by bit: native products, norms and routers do not
 depend on other tokens of the call. A trial compares both ways when the first such pass is wanted.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ _TRIAL_HELD = 4
 
 
 class TogetherPass:
-    """Passes of one token for each of several attention caches.
+    """Passes of one token for each of several attention caches, or of successive tokens of one.
 
     REQUIRES: inference mode, one thread at a time.
 
@@ -72,6 +74,8 @@ class TogetherPass:
         self._ends = ModelEnds(model, [step for _, step in pairs])
         self._native = native
         self._usable: bool | None = None
+        self._usable_successive: bool | None = None
+        self._divided_products = False
         self._by_rows = False  # other products compute each token on its own
 
     def run(self, tokens: Sequence[int], caches: Sequence[Any]) -> torch.Tensor | None:
@@ -94,18 +98,54 @@ class TogetherPass:
             return None
         if self._usable is None:
             self._divide_products()
-            self._usable = self._agrees()
-        return self._logits(tokens, caches, self._pairs, self._ends) if self._usable else None
+            self._usable = self._agrees(self._same)
+        if not self._usable:
+            return None
+        positions = [cache.get_seq_length() for cache in caches]
+        return self._logits(tokens, caches, positions, self._pairs, self._ends)
+
+    @property
+    def most_successive(self) -> int:
+        """Most tokens of :meth:`run_successive`; 0: the trial has failed."""
+        return 0 if self._usable_successive is False else self.most
+
+    def try_successive(self) -> bool:
+        """Whether :meth:`run_successive` gives the logits of single passes; the first call tries it out."""
+        if self._usable_successive is None:
+            self._divide_products()
+            self._usable_successive = self._agrees(self._same_successive)
+        return self._usable_successive
+
+    def run_successive(self, tokens: Sequence[int], cache: Any) -> torch.Tensor | None:
+        """Compute successive tokens of one cache, as passes of their own would.
+
+        REQUIRES: the layers of the cache have room for them.
+
+        Args:
+            tokens: Their ids, at most :attr:`most`.
+            cache: As for :meth:`run`, and so are the result and errors. After an error, each layer may have
+                some of the tokens.
+        """
+        if not 1 <= len(tokens) <= self.most or not self._supports(cache):
+            return None
+        if self._ends.media_ids.intersection(tokens):
+            return None
+        if not self.try_successive():
+            return None
+        first = cache.get_seq_length()
+        positions = range(first, first + len(tokens))
+        return self._logits(tokens, [cache] * len(tokens), positions, self._pairs, self._ends)
 
     def _logits(
         self,
         tokens: Sequence[int],
         caches: Sequence[Any],
+        positions: Sequence[int],
         pairs: Sequence[tuple[Any, NativeStep]],
         ends: ModelEnds,
     ) -> torch.Tensor | None:
         hidden = ends.embed(torch.tensor([list(tokens)])).contiguous()
-        each = [ends.angles(hidden, cache.get_seq_length()) for cache in caches]
+        each = [ends.angles(hidden, position) for position in positions]
         if not ends.takes(hidden[:, :1], each[0]):
             return None
         joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by those of the first token
@@ -147,7 +187,10 @@ class TogetherPass:
         return logits
 
     def _divide_products(self) -> None:
-        """Let torch's products compute one token at a time in these passes."""
+        """Let torch's products compute one token at a time in these passes; harmless when repeated."""
+        if self._divided_products:
+            return
+        self._divided_products = True
         parts = [part for _, step in self._pairs for part in step.wiring.mlp.modules()]
         for module in (self._model.lm_head, *parts):
             if isinstance(module, nn.Linear):
@@ -162,7 +205,7 @@ class TogetherPass:
 
         return forward
 
-    def _agrees(self) -> bool:
+    def _agrees(self, same: Callable[[Sequence[tuple[Any, NativeStep]], torch.Generator], bool]) -> bool:
         """Whether both ways give the same logits and caches, bit by bit, for random tokens, with stub experts
         and the first layers: so many that each kind of layer is among them.
         """
@@ -173,7 +216,7 @@ class TogetherPass:
         with stub_experts(self._model), probing() as generator:
             base.layers = nn.ModuleList([layer for layer, _ in pairs])
             try:
-                return self._same(pairs, generator)
+                return same(pairs, generator)
             except Exception:  # the family's code needs more than the trial has
                 return False
             finally:
@@ -182,12 +225,7 @@ class TogetherPass:
     def _same(self, pairs: Sequence[tuple[Any, NativeStep]], generator: torch.Generator) -> bool:
         ends = ModelEnds(self._model, [step for _, step in pairs])
         ids = ends.draw(generator, self.most, _TRIAL_HELD + len(_TRIAL_TOKENS)).tolist()
-
-        def alone(token: int, cache: Any) -> torch.Tensor:
-            out = self._model(input_ids=torch.tensor([[token]]), use_cache=True, **{CACHE: cache})
-            logits: torch.Tensor = out.logits[0]
-            return logits
-
+        alone = self._alone
         caches = [[self._new_cache(len(row)) for _ in range(2)] for row in ids]
         for number, (row, pair) in enumerate(zip(ids, caches, strict=True)):
             for cache in pair:
@@ -196,9 +234,42 @@ class TogetherPass:
                     alone(token, cache)
         for number, count in enumerate(count for count in _TRIAL_TOKENS if count <= self.most):
             tokens = [row[_TRIAL_HELD + number] for row in ids[:count]]
-            found = self._logits(tokens, [ours for ours, _ in caches[:count]], pairs, ends)
+            ours = [cache for cache, _ in caches[:count]]
+            positions = [cache.get_seq_length() for cache in ours]
+            found = self._logits(tokens, ours, positions, pairs, ends)
             wanted = [alone(token, theirs) for token, (_, theirs) in zip(tokens, caches, strict=False)]
             if found is None or not torch.equal(found, torch.cat(wanted)):
                 return False
-        layers = [slots for pair in caches for slots in zip(*(cache.layers for cache in pair), strict=True)]
-        return all(all(map(torch.equal, tensors_of(ours), tensors_of(theirs))) for ours, theirs in layers)
+        return all(starmap(_equal, caches))
+
+    def _same_successive(self, pairs: Sequence[tuple[Any, NativeStep]], generator: torch.Generator) -> bool:
+        ends = ModelEnds(self._model, [step for _, step in pairs])
+        counts = (2, self.most)
+        ids = ends.draw(generator, _TRIAL_HELD + sum(counts)).tolist()
+        ours, theirs = (self._new_cache(len(ids)) for _ in range(2))
+        for cache in (ours, theirs):
+            cache.layers = cache.layers[: len(pairs)]
+            for token in ids[:_TRIAL_HELD]:
+                self._alone(token, cache)
+        held = _TRIAL_HELD
+        for count in counts:
+            tokens, positions = ids[held : held + count], range(held, held + count)
+            held += count
+            room = [layer.make_room(count) for layer in ours.layers if hasattr(layer, "make_room")]
+            found = self._logits(tokens, [ours] * count, positions, pairs, ends) if all(room) else None
+            if found is None or not torch.equal(
+                found, torch.cat([self._alone(token, theirs) for token in tokens])
+            ):
+                return False
+        return _equal(ours, theirs)
+
+    def _alone(self, token: int, cache: Any) -> torch.Tensor:
+        out = self._model(input_ids=torch.tensor([[token]]), use_cache=True, **{CACHE: cache})
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two caches hold the same."""
+    pairs = zip(ours.layers, theirs.layers, strict=True)
+    return all(all(map(torch.equal, tensors_of(mine), tensors_of(other))) for mine, other in pairs)

@@ -162,7 +162,7 @@ def _trial_cache(config: Any, slots: list[tuple[type, ...]], tokens: int) -> Dyn
             return StateLayer()
         if set(allowed) & set(EMPTY):
             return EMPTY[0]()
-        return ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(window, 1)
+        return ReservedLayer(tokens) if ReservedLayer in allowed else WindowLayer(window, tokens)
 
     window: Any = getattr(config, "sliding_window", None)
     cache = DynamicCache()
