@@ -10,6 +10,8 @@ FinishReason = Literal["stop", "length"]
 NO_TOKEN = -1
 # Likeliest tokens that a step may have; as many as OpenAI's API allows to ask for.
 MOST_LOGPROBS = 20
+# Most tokens that are guessed at a time, see :mod:`moechat.engine.drafts`.
+MOST_DRAFT = 15
 
 
 class TokenLogprob(NamedTuple):

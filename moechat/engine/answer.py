@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from moechat.engine.drafts import MOST_DRAFT
 from moechat.engine.grammar import Constraint
 from moechat.engine.stop_text import StopText
 from moechat.errors import UsageError
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
-from moechat.steps import FinishReason, Step, TokenLogprob
+from moechat.steps import MOST_DRAFT, FinishReason, Step, TokenLogprob
 from moechat.validation import require_number, require_whole, shown
 
 _MOST_STOPS, _LONGEST_STOP = 64, 4096

@@ -25,7 +25,6 @@ from moechat.config import active_isa
 from moechat.engine.answer import AnswerSettings, stop_texts, token_bias
 from moechat.engine.decoder import Decoder
 from moechat.engine.describe import Description, describe
-from moechat.engine.drafts import MOST_DRAFT
 from moechat.engine.kept_conversation import conversation_key, read_conversation, write_conversation
 from moechat.engine.plans import PlanKeeper
 from moechat.engine.prompt import Message, Prompt, PromptEncoder
@@ -47,7 +46,7 @@ from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.reply_formats.grammar import Grammar
 from moechat.sampling_ranges import MOST_SEED
-from moechat.steps import MOST_LOGPROBS, Step
+from moechat.steps import MOST_DRAFT, MOST_LOGPROBS, Step
 from moechat.store.file_problems import failures_explained
 from moechat.store.verified_inputs import verified_inputs
 from moechat.tuner import Tuning

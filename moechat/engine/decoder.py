@@ -204,11 +204,13 @@ class Decoder:
         """
         tokens = [*latest, *draft]
         room = self.unverified.begin(cache, len(tokens)) if draft else make_room(cache, len(tokens))
-        rows = self.passes.run_successive(tokens, cache) if room else None
-        if rows is None:
-            self.unverified.cancel()
-            return None
-        return rows[len(latest) - 1 :].unbind()
+        rows = None
+        try:
+            rows = self.passes.run_successive(tokens, cache) if room else None
+        finally:
+            if rows is None:
+                self.unverified.forget()
+        return None if rows is None else rows[len(latest) - 1 :].unbind()
 
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
         """Compute tokens in the passes of a prompt; arguments, result and errors as for :meth:`step`."""

@@ -16,13 +16,14 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moechat.steps import MOST_DRAFT
+
 # Tokens that a place has in common with the end of the text, at least, and most that are compared.
 _LEAST_MATCH, _MOST_MATCH = 2, 32
 # Latest places that are compared.
 _MOST_PLACES = 16
 # Sizes of passes that are tried; a draft has one token less.
-_PASSES = (2, 4, 8, 16)
-MOST_DRAFT = _PASSES[-1] - 1
+_PASSES = (2, 4, 8, 1 + MOST_DRAFT)
 # How much longer such passes take than a pass of one token, until it is measured: experts of Qwen3-30B-A3B,
 # chosen at random, in memory.
 _FIRST_COSTS = {2: 1.35, 4: 2.0, 8: 3.2, 16: 5.2}

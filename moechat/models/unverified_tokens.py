@@ -90,8 +90,8 @@ class UnverifiedTokens:
             getattr(cache.layers[number], kind)[place].copy_(state)
         return tokens
 
-    def cancel(self) -> None:
-        """The pass was not computed, and the cache has not changed."""
+    def forget(self) -> None:
+        """The pass was not computed: the cache has not changed, or it is not to be used any more."""
         self._cache = None
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ from moechat.cli.options import PlaceOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
 from moechat.options import LoadOptions, as_flag
-from moechat.steps import MOST_LOGPROBS
+from moechat.steps import MOST_DRAFT, MOST_LOGPROBS
 from moechat.validation import require_whole
 
 _HELP = """\
@@ -100,6 +100,14 @@ class RunOptions(PlaceOptions):
     ] = None
     logprobs: Annotated[
         int | None, option("N", "With --json: each token's probability, and the N likeliest, 0 to 20.")
+    ] = None
+    draft_tokens: Annotated[
+        int | None,
+        option(
+            "N",
+            "Most tokens that are guessed from the text so far and verified in one pass; the answer is the "
+            f"same. {MOST_DRAFT} if not given; 0: none.",
+        ),
     ] = None
     think: Annotated[
         bool | None,
@@ -248,6 +256,8 @@ class RunOptions(PlaceOptions):
             require_whole("--logprobs", self.logprobs, 0, MOST_LOGPROBS)
             if not (self.json or self.jsonl is not None):
                 raise UsageError("--logprobs are shown by --json and --jsonl only")
+        if self.draft_tokens is not None:
+            require_whole("--draft-tokens", self.draft_tokens, 0, MOST_DRAFT)
         for text in self.stop or ():
             _require_utf8("--stop", text)
             if not text:
@@ -262,7 +272,7 @@ class RunOptions(PlaceOptions):
         if self.remote is None:
             return
         given = [as_flag(name) for name in self.load_options.given if name not in self.origins]
-        for name in ("grammar", "logprobs", "tune"):
+        for name in ("draft_tokens", "grammar", "logprobs", "tune"):
             if getattr(self, name) is not None:
                 given.append(as_flag(name))
         if self.dry_run:
@@ -308,7 +318,7 @@ class RunOptions(PlaceOptions):
             # How a model of this machine is loaded means nothing there.
             loading = {entry.name for entry in fields(LoadOptions)}
             plain |= {entry.name: entry.default for entry in fields(self) if entry.name in loading}
-            plain |= {"tune": None, "grammar": None, "logprobs": None}
+            plain |= {"tune": None, "grammar": None, "logprobs": None, "draft_tokens": None}
         preset = name if name in self.own.settings.presets else ""
         values: dict[str, Any] = {**plain, **changed}
         if values["remote"] is not None and self.form is not None and self.form.kind == "grammar":
@@ -336,6 +346,8 @@ class RunOptions(PlaceOptions):
             fixed["grammar"] = self.form.schema if self.remote is not None else self.form.grammar()
         if self.logprobs is not None:
             fixed["logprobs"] = self.logprobs
+        if self.draft_tokens is not None:
+            fixed["draft_tokens"] = self.draft_tokens
         given = {name: value for name, value in values.items() if value is not None}
         template = TemplateOptions(
             parse_options(self.template_option or ()), self.think, origins=self.origins

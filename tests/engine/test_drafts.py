@@ -1,0 +1,267 @@
+"""Tokens that are guessed from the text so far: where they come from, how many, and the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_family
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import write_tiny_checkpoint
+
+import moechat
+from moechat import Engine, Grammar, MoechatError, UsageError
+from moechat.configurator.systems import CacheSettings
+from moechat.engine.drafts import DraftLengths, Match, PromptLookup
+from moechat.models.cache_states import tensors_of
+from moechat.offload.settings import OffloadOptions
+from moechat.steps import MOST_DRAFT
+
+# Full attention, a sliding window, latents, linear attention, convolutions, Mamba-2, and layers that are of
+# several kinds.
+FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe_lite", "qwen3_next", "lfm2_moe", "nemotron_h", "gemma4_text")
+PROMPT = torch.randint(3, 100, (70,), generator=torch.Generator().manual_seed(5)).tolist()
+# Few tokens are drawn, so that most of the text occurred before.
+BIAS = dict.fromkeys((5, 6, 7), 90.0)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0, "seed": 11},
+    "penalised": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+}
+
+
+# ---- where guesses come from
+
+
+def longest(tokens: Sequence[int]) -> Match | None:
+    """What the lookup finds, as its docstring says it, for texts of fewer places than it compares."""
+    best = None
+    for end in range(len(tokens) - 1, 1, -1):
+        length = 0
+        while length < min(end, 32) and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length >= 2 and (best is None or length > best.length):
+            best = Match(end, length)
+    return best
+
+
+@given(st.lists(st.integers(0, 2), max_size=17), st.lists(st.integers(0, 2), max_size=6))
+def test_the_longest_and_latest_place_is_found_while_the_text_grows(
+    first: list[int], rest: list[int]
+) -> None:
+    tokens = list(first)
+    lookup = PromptLookup(tokens)
+    for token in rest:
+        assert len(tokens) > 17 or lookup.find() == longest(tokens)
+        tokens.append(token)
+    assert len(tokens) > 17 or lookup.find() == longest(tokens)
+
+
+def test_a_draft_repeats_what_followed_and_goes_on_with_itself() -> None:
+    tokens = [9, 1, 2, 3, 4, 5, 1, 2]
+    lookup = PromptLookup(tokens)
+    found = lookup.find()
+    assert found == Match(3, 2)
+    assert lookup.draft(found, 3) == [3, 4, 5]
+    assert lookup.draft(found, 9) == [3, 4, 5, 1, 2, 3, 4, 5, 1]
+
+
+# ---- how many
+
+
+def test_drafts_are_as_long_as_pays() -> None:
+    lengths = DraftLengths()
+    assert lengths.choose(2, 16) == 0
+    assert lengths.choose(32, 16) > lengths.choose(5, 16)
+    assert lengths.choose(32, 4) == 3
+    for _ in range(20):
+        lengths.verified(2, 15, 15)
+    assert lengths.choose(2, 16) == 15
+    for _ in range(60):
+        lengths.verified(32, 15, 0)
+    assert lengths.choose(32, 16) == 0
+
+
+def test_drafts_end_where_passes_of_several_tokens_take_too_long() -> None:
+    lengths = DraftLengths()
+    for _ in range(60):
+        lengths.passed(1, 0.01)
+        for size in (2, 4, 8, 16):
+            lengths.passed(size, 0.01 * size)
+    assert [lengths.choose(length, 16) for length in (2, 5, 32)] == [0, 0, 0]
+    for _ in range(60):
+        lengths.passed(4, 0.012)
+    assert lengths.choose(32, 16) == 3
+
+
+def test_one_interruption_does_not_change_the_lengths() -> None:
+    lengths = DraftLengths()
+    lengths.passed(1, 0.01)
+    lengths.passed(8, 100.0)
+    lengths.passed(1, 100.0)
+    assert lengths.choose(32, 16) > 0
+
+
+# ---- answers stay the same
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("drafts")
+    for family in FAMILIES:
+        config = tiny_family(family)
+        config.eos_token_id = None
+        if family == "qwen3_next":  # fewer heads are not native
+            config.linear_num_key_heads, config.linear_num_value_heads = 4, 8
+        write_tiny_checkpoint(directory / family, config)
+    return {path.name: path for path in directory.iterdir()}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[Engine]:
+    with moechat.load(checkpoints[request.param], bits=4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are as long as possible, whatever they cost; many guesses are wrong."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda _, __, most, behind=1: max(0, most - behind))
+
+
+def answer(engine: Engine, prompt: list[int] = PROMPT, count: int = 60, **options: Any) -> list[int]:
+    options = {"logit_bias": BIAS, "temperature": 0.0, **options}
+    return [step.token_id for step in engine.generate(prompt, max_new_tokens=count, **options)]
+
+
+def layers_of(engine: Engine) -> list[list[torch.Tensor]]:
+    latest = engine.decoder.prompt_cache.latest
+    assert latest is not None
+    return [[rows.clone() for rows in tensors_of(layer)] for layer in latest.cache.layers]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("bold")
+def test_an_answer_and_its_cache_are_the_same_with_guesses(family_engine: Engine, way: str) -> None:
+    engine, found, caches = family_engine, [], []
+    assert engine.decoder.most_verified >= 8
+    for draft in (0, MOST_DRAFT, 3):
+        engine.drop_prompt_cache()
+        found.append(answer(engine, draft_tokens=draft, **WAYS[way]))
+        caches.append(layers_of(engine))
+        assert (engine.stats.accepted_tokens > 5) == (draft > 0)
+        assert engine.stats.output_tokens == 60
+    assert found[1:] == found[:1] * 2
+    for cache in caches[1:]:
+        assert all(all(map(torch.equal, ours, theirs)) for ours, theirs in zip(cache, caches[0], strict=True))
+    # All but the last token are there for the next turn.
+    answer(engine, [*PROMPT, *found[0], 9], 1, draft_tokens=0)
+    assert engine.stats.reused_tokens == len(PROMPT) + 59
+
+
+@pytest.mark.usefixtures("bold")
+def test_an_answer_that_is_closed_behind_a_draft_can_go_on(family_engine: Engine) -> None:
+    engine = family_engine
+    engine.drop_prompt_cache()
+    wanted = answer(engine, draft_tokens=0)
+    for count in range(20, 32):
+        engine.drop_prompt_cache()
+        options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0, "logit_bias": BIAS}
+        with closing(engine.generate_in_turns(PROMPT, **options)) as steps:
+            begun = [next(steps) for _ in range(count)]
+        assert [step.token_id for step in begun if step] == wanted[:count]
+        assert not engine.decoder.unverified.any
+        more = count + 1  # the last drawn token may be in the cache, and a prompt has to have another
+        rest = answer(engine, [*PROMPT, *wanted[:more]], 60 - more, draft_tokens=0)
+        assert rest == wanted[more:]
+        assert engine.stats.reused_tokens >= len(PROMPT)
+
+
+@pytest.mark.usefixtures("bold")
+def test_a_pass_with_a_draft_that_fails_leaves_the_engine_usable(
+    family_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = family_engine
+    engine.drop_prompt_cache()
+    wanted = answer(engine, draft_tokens=0)
+    engine.drop_prompt_cache()
+    with monkeypatch.context() as patch:
+        steps = engine.generate_in_turns(PROMPT, max_new_tokens=60, temperature=0.0, logit_bias=BIAS)
+        for _ in range(10):
+            next(steps)
+        real = engine.passes.run_successive
+
+        def failing(tokens: Sequence[int], cache: Any) -> Any:
+            real(tokens, cache)
+            raise MoechatError("the disk is gone")
+
+        patch.setattr(engine.passes, "run_successive", failing)
+        with pytest.raises(MoechatError, match="disk is gone"):
+            list(steps)
+    assert not engine.decoder.unverified.any
+    assert answer(engine) == wanted
+
+
+@pytest.fixture
+def demo() -> Iterator[Engine]:
+    with moechat.load("demo", conversations=2) as engine:
+        yield engine
+
+
+@pytest.mark.usefixtures("bold")
+def test_experts_in_pages_give_the_same_answer(demo: Engine) -> None:
+    text = "Once there was a cat. The cat liked milk. " * 4
+    wanted = [step.token_id for step in demo.generate(text, max_new_tokens=40, seed=2, draft_tokens=0)]
+    pages = OffloadOptions(pages=12, cache=CacheSettings(prefetch="next-router"))
+    with moechat.load("demo", offload=pages) as engine:
+        found = [step.token_id for step in engine.generate(text, max_new_tokens=40, seed=2)]
+        assert engine.stats.accepted_tokens > 0
+        assert engine.stats.misses > 0
+    assert found == wanted
+
+
+@pytest.mark.usefixtures("bold")
+def test_stops_probabilities_and_grammars_see_each_token(demo: Engine) -> None:
+    text = "one two three one two three one two"
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 12})
+    for options in ({"logprobs": 3}, {"stop": "three one"}, {"grammar": grammar}):
+        steps = []
+        for draft in (0, MOST_DRAFT):
+            demo.drop_prompt_cache()
+            found = demo.generate(text, max_new_tokens=40, temperature=0.0, draft_tokens=draft, **options)
+            steps.append(list(found))
+        assert steps[0] == steps[1]
+
+
+@pytest.mark.usefixtures("bold")
+def test_answers_side_by_side_share_the_one_place_for_guesses(demo: Engine) -> None:
+    texts = ["The cat liked milk. " * 6, "Mia had a red kite. " * 6]
+    wanted = []
+    for text in texts:
+        demo.drop_prompt_cache()
+        wanted.append(
+            [step.token_id for step in demo.generate(text, max_new_tokens=30, draft_tokens=0, seed=4)]
+        )
+    demo.drop_prompt_cache()
+    running = [demo.generate_in_turns(text, max_new_tokens=30, seed=4) for text in texts]
+    found: list[list[int]] = [[], []]
+    with_drafts = set()
+    while not all(turns.ended for turns in running):
+        for number, turns in enumerate(running):
+            step = next(turns, None)
+            if step is not None:
+                found[number].append(step.token_id)
+            if demo.decoder.unverified.any:
+                with_drafts.add(number)
+    assert found == wanted
+    assert with_drafts
+
+
+def test_drafts_of_a_wrong_number_are_refused(demo: Engine) -> None:
+    with pytest.raises(UsageError, match="draft_tokens is 16; it must be at least 0 and at most 15"):
+        demo.generate("a", draft_tokens=16)
