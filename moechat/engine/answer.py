@@ -33,6 +33,7 @@ class AnswerSettings:
         bias: Added to logits, see :func:`token_bias`.
         constraint: The grammar at its beginning; ``None`` for free text.
         draft_tokens: Most tokens that are guessed at a time.
+        expected: Tokens that the answer may repeat.
     """
 
     limit: int
@@ -43,6 +44,7 @@ class AnswerSettings:
     bias: Mapping[int, float] = field(default_factory=dict)
     constraint: Constraint | None = None
     draft_tokens: int = MOST_DRAFT
+    expected: Sequence[int] = ()
 
 
 def stop_texts(value: object, name: str = "stop") -> tuple[str, ...]:

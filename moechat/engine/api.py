@@ -76,6 +76,7 @@ class GenerateKeywords(TypedDict, total=False):
     logprobs: int | None
     grammar: Grammar | None
     draft_tokens: int
+    expected: str | None
     reserve: int
     progress: Callable[[int, int], None] | None
 
@@ -490,6 +491,7 @@ class Engine:
         logprobs: int | None = None,
         grammar: Grammar | None = None,
         draft_tokens: int = MOST_DRAFT,
+        expected: str | None = None,
         reserve: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[Step]:
@@ -513,6 +515,8 @@ class Engine:
             grammar: What the answer has to look like, see :class:`moechat.Grammar`.
             draft_tokens: Most tokens, 0 to 15, that are guessed from the text so far and verified in one
                 pass, where that is expected to be faster; the answer is the same. 0: a pass for each token.
+            expected: A text that the answer may repeat, such as a file that it changes: guesses come from it
+                too.
             reserve: Tokens of the context that the prompt must leave for the answer.
             progress: Called before the first and after each part of the prompt with the tokens computed so
                 far (or already cached) and the tokens of the prompt; its own time counts too.
@@ -521,7 +525,8 @@ class Engine:
             An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
 
         Raises:
-            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
+            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``, or the
+                expected text is far longer than the context.
             UsageError: A setting is unknown, has the wrong type, or is out of range.
         """
         steps = self.generate_in_turns(
@@ -540,6 +545,7 @@ class Engine:
             logprobs=logprobs,
             grammar=grammar,
             draft_tokens=draft_tokens,
+            expected=expected,
             reserve=reserve,
             progress=progress,
         )
@@ -610,10 +616,18 @@ class Engine:
                 bias,
                 None if grammar is None else self.decoder.grammars.begin(grammar),
                 draft_tokens,
+                self._expected(options.get("expected")),
             ),
             started=started,
             progress=progress or (lambda _done, _total: None),
         )
+
+    def _expected(self, text: object) -> list[int]:
+        if text is None or text == "":
+            return []
+        if not isinstance(text, str):
+            raise UsageError(f"expected is of type {type(text).__name__}; it must be a text")
+        return self.prompts.encode(text)
 
     def compute_together(self, answers: Sequence[Answer]) -> None:
         """Compute what the next items of several answers need, in one pass where possible.

@@ -34,8 +34,8 @@ _FIRST_WEIGHT, _DECAY = 8.0, 0.98
 _SMOOTHING = 0.2
 # A time beyond this many times the expected one is an interruption.
 _OUTLIER = 4.0
-# How much faster a draft must be than none.
-_LEAST_GAIN = 1.05
+# How much faster than no draft one must be expected to be: shares and costs are estimates.
+_LEAST_GAIN = 1.15
 
 
 class Match(NamedTuple):
@@ -54,15 +54,20 @@ class PromptLookup:
     """Finds where the last tokens of a text occurred before.
 
     Args:
-        tokens: The text, which may grow at its end.
+        tokens: The text so far.
+        expected: What it may go on with, or repeat.
     """
 
-    # Invariants: for each position before _known, _before has the end of the pair of tokens that ended there
-    # earlier, or 0; _latest has the last end of each pair.
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
+    # Invariants: for each position but the last ones, _before has the end of the pair of tokens that ended
+    # there earlier, or 0; _latest has the last end of each pair.
+    def __init__(self, tokens: Sequence[int], expected: Sequence[int] = ()) -> None:
+        self._tokens = [*expected, *tokens]
         self._latest: dict[int, int] = {}
         self._before = array("q", [0] * _LEAST_MATCH)
+
+    def append(self, token: int) -> None:
+        """The text goes on with a token."""
+        self._tokens.append(token)
 
     def find(self) -> Match | None:
         """The place with the most tokens in common, the latest of several; ``None``: there is none."""

@@ -92,7 +92,7 @@ class Answer:
         self._drawn = 0
         self._first = 0.0
         self._pending: _Pending | None = None
-        self._lookup = PromptLookup(self._known)
+        self._lookup = PromptLookup(self._known, settings.expected)
         self._ended = False
 
     def __iter__(self) -> Answer:
@@ -244,6 +244,7 @@ class Answer:
         held.whole = not draft
         seconds = time.perf_counter() - begun
         decoder.lengths.passed(len(latest) + len(draft), seconds)
+        self.stats = replace(self.stats, guessed_tokens=self.stats.guessed_tokens + len(draft))
         self._pending = _Pending(rows, seconds, match, draft)
 
     def _count(self, stats: Stats) -> None:
@@ -264,6 +265,7 @@ class Answer:
             latest = torch.tensor([[step.token_id]])
             self._history = torch.cat([self._history, latest], dim=1)
             self._known.append(step.token_id)
+            self._lookup.append(step.token_id)
         self._go_on(pending, None if step.finish_reason else step.token_id)
         self._count(
             replace(
@@ -311,7 +313,7 @@ class Answer:
         else:
             self._pending = None
             if match is not None and not draft and token is not None:
-                lengths.verified(match.length, 1, int(self._known[match.end] == token))
+                lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == token))
             if pending.right == len(draft):
                 return  # there was no draft, or all of it was right, which has been settled
         # What follows the end of an answer is not known.

@@ -24,7 +24,6 @@ _REFUSED = {
     "audio": "answers are text",
     "functions": "it is deprecated; use tools",
     "function_call": "it is deprecated; use tool_choice",
-    "prediction": "answers are computed token by token",
     "web_search_options": "models have no access to the network",
 }
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -70,6 +69,7 @@ class ChatRequest:
             raise fields.error("top_logprobs", "top_logprobs needs logprobs: true")
         if logprobs:
             options["logprobs"] = top or 0
+        options["expected"] = _prediction(fields)
         tools = validated_tools(fields.values.get("tools") or [])
         choice, named = _tool_choice(fields, {tool.name for tool in tools})
         stream_options = fields.inner("stream_options")
@@ -239,7 +239,11 @@ def usage(reply: Reply) -> dict[str, Any]:
         "completion_tokens": stats.output_tokens,
         "total_tokens": stats.prompt_tokens + stats.output_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reply.thought_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reply.thought_tokens,
+            "accepted_prediction_tokens": stats.accepted_tokens,
+            "rejected_prediction_tokens": stats.guessed_tokens - stats.accepted_tokens,
+        },
     }
 
 
@@ -252,6 +256,27 @@ def require_one(fields: Fields) -> None:
     count = fields.values.get("n")
     if isinstance(count, bool) or count not in (None, 1):
         raise fields.error("n", f"n is {shown(count)}; only 1 is supported", code="unsupported_parameter")
+
+
+def _prediction(fields: Fields) -> str | None:
+    """The text that a client expects in the answer.
+
+    Raises:
+        ApiError: It has another form.
+    """
+    found = fields.inner("prediction")
+    if found is None:
+        return None
+    if found.values.get("type") != "content":
+        raise fields.error("prediction", "the type of prediction must be content")
+    content = found.values.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    ):
+        raise fields.error("prediction", "the content of prediction must be a text, or a list of texts")
+    return "".join(part["text"] for part in parts) or None
 
 
 def _tool_choice(fields: Fields, names: set[str]) -> tuple[Choice, str]:

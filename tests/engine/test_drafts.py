@@ -59,6 +59,7 @@ def test_the_longest_and_latest_place_is_found_while_the_text_grows(
     for token in rest:
         assert len(tokens) > 17 or lookup.find() == longest(tokens)
         tokens.append(token)
+        lookup.append(token)
     assert len(tokens) > 17 or lookup.find() == longest(tokens)
 
 
@@ -69,6 +70,16 @@ def test_a_draft_repeats_what_followed_and_goes_on_with_itself() -> None:
     assert found == Match(3, 2)
     assert lookup.draft(found, 3) == [3, 4, 5]
     assert lookup.draft(found, 9) == [3, 4, 5, 1, 2, 3, 4, 5, 1]
+
+
+def test_an_expected_text_is_looked_up_too() -> None:
+    lookup = PromptLookup([7, 8], [1, 2, 3, 4])
+    assert lookup.find() is None
+    lookup.append(1)
+    lookup.append(2)
+    found = lookup.find()
+    assert found is not None
+    assert lookup.draft(found, 2) == [3, 4]
 
 
 # ---- how many
@@ -260,6 +271,19 @@ def test_answers_side_by_side_share_the_one_place_for_guesses(demo: Engine) -> N
                 with_drafts.add(number)
     assert found == wanted
     assert with_drafts
+
+
+def test_an_expected_text_is_guessed_and_changes_nothing(demo: Engine) -> None:
+    question = [{"role": "user", "content": "Tell me a story about a fox named Mia and a red kite."}]
+    wanted = list(demo.generate(question, temperature=0.0, draft_tokens=0))
+    text = "".join(step.text for step in wanted)
+    for expected, least in ((text, len(wanted) // 2), ("Nothing of this is said.", 0)):
+        demo.drop_prompt_cache()
+        assert list(demo.generate(question, temperature=0.0, expected=expected)) == wanted
+        assert demo.stats.accepted_tokens >= least
+        assert demo.stats.guessed_tokens >= demo.stats.accepted_tokens
+    with pytest.raises(UsageError, match="expected is of type int"):
+        demo.generate("a", expected=3)  # type: ignore[arg-type]
 
 
 def test_drafts_of_a_wrong_number_are_refused(demo: Engine) -> None:

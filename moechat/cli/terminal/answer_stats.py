@@ -14,7 +14,8 @@ _TITLES = {
     "prompt_tokens": "prompt tokens",
     "reused_tokens": "reused tokens",
     "output_tokens": "answer tokens",
-    "accepted_tokens": "of them guessed",
+    "guessed_tokens": "guessed tokens",
+    "accepted_tokens": "guessed tokens that were right",
     "ttft_s": "time to first token",
     "tpot_s": "time per token after it",
     "busy_s": "total time",
@@ -44,7 +45,15 @@ _TITLES = {
 # Hidden if all experts are in memory, where they would be 0.
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
 # Hidden if 0 or empty.
-_IF_ANY = {"accepted_tokens", "preloaded_bytes", "shared_bytes", "dense_weights", "plan", "tuned"}
+_IF_ANY = {
+    "guessed_tokens",
+    "accepted_tokens",
+    "preloaded_bytes",
+    "shared_bytes",
+    "dense_weights",
+    "plan",
+    "tuned",
+}
 # Only in the JSON form; the table has them in another form.
 _HIDDEN = {
     "hits_full",
