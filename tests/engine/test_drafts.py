@@ -25,7 +25,7 @@ from moechat.steps import MOST_DRAFT
 # Full attention, a sliding window, latents, linear attention, convolutions, Mamba-2, and layers that are of
 # several kinds.
 FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe_lite", "qwen3_next", "lfm2_moe", "nemotron_h", "gemma4_text")
-PROMPT = torch.randint(3, 100, (70,), generator=torch.Generator().manual_seed(5)).tolist()
+PROMPT = torch.randint(3, 100, (120,), generator=torch.Generator().manual_seed(5)).tolist()
 # Few tokens are drawn, so that most of the text occurred before.
 BIAS = dict.fromkeys((5, 6, 7), 90.0)
 WAYS: dict[str, dict[str, Any]] = {
@@ -165,7 +165,7 @@ def test_an_answer_and_its_cache_are_the_same_with_guesses(family_engine: Engine
         engine.drop_prompt_cache()
         found.append(answer(engine, draft_tokens=draft, **WAYS[way]))
         caches.append(layers_of(engine))
-        assert (engine.stats.accepted_tokens > 5) == (draft > 0)
+        assert (engine.stats.accepted_tokens > 2) == (draft > 0)
         assert engine.stats.output_tokens == 60
     assert found[1:] == found[:1] * 2
     for cache in caches[1:]:
@@ -173,6 +173,31 @@ def test_an_answer_and_its_cache_are_the_same_with_guesses(family_engine: Engine
     # All but the last token are there for the next turn.
     answer(engine, [*PROMPT, *found[0], 9], 1, draft_tokens=0)
     assert engine.stats.reused_tokens == len(PROMPT) + 59
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 8)])
+def test_attention_of_successive_tokens_has_the_bits_of_single_ones(
+    heads: int, dtype: str, bits: int, tmp_path: Path, home: Path
+) -> None:
+    config = tiny_family("qwen3_moe")
+    config.num_key_value_heads = heads
+    write_tiny_checkpoint(tmp_path, config)
+    tokens = torch.randint(3, 100, (250,), generator=torch.Generator().manual_seed(7)).tolist()
+    with moechat.load(tmp_path, bits=4, dtype=dtype, kv_bits=bits) as engine, torch.inference_mode():
+        decoder, passes = engine.decoder, engine.passes
+        held = 0
+        (_, ours), (_, theirs) = (decoder.feed(tokens[:100], decoder.new_cache()) for _ in range(2))
+        for count in (5, 16, 16, 2, 16, 9):  # across the borders of units of 128 keys
+            new = tokens[100 + held : 100 + held + count]
+            held += count
+            assert all(layer.make_room(count) for layer in ours.layers)
+            found = passes.run_successive(new, ours)
+            wanted = [decoder.step(torch.tensor([[token]]), theirs)[0] for token in new]
+            assert found is not None
+            assert torch.equal(found, torch.stack(wanted))
+        pairs = zip(ours.layers, theirs.layers, strict=True)
+        assert all(all(map(torch.equal, tensors_of(mine), tensors_of(other))) for mine, other in pairs)
 
 
 @pytest.mark.usefixtures("bold")

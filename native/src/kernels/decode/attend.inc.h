@@ -72,6 +72,10 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
       float* to = weights + r * kAttendKeys + k;
       store(to, products);
       for (std::int64_t i = present; i < 16; ++i) to[i] = kHidden;
+      if (task.causal) {
+        const std::int64_t seen = task.context - task.tokens + 1 + r % task.tokens - (begin + k);
+        for (std::int64_t i = seen > 0 ? seen : 0; i < present; ++i) to[i] = kHidden;
+      }
       if (task.visible != nullptr) {
         const unsigned char* seen = task.visible + (r % task.tokens) * task.visible_token + begin + k;
         for (std::int64_t i = 0; i < present; ++i) {

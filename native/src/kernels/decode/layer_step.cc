@@ -186,14 +186,24 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   }
   clock.add(&StepTimes::cache);
 
-  for (std::int64_t t = 0; t < tokens; ++t) {
+  // Successive tokens of one cache read its keys and values once.
+  const auto follows = [&](const CachePlace& first, std::int64_t t, std::int64_t count) {
+    const CachePlace& place = call.places[t + count];
+    return place.keys == first.keys && place.values == first.values && place.held == first.held + count &&
+           place.packed == first.packed;
+  };
+  for (std::int64_t t = 0, count = 1; t < tokens; t += count) {
     const CachePlace& place = call.places[t];
+    for (count = 1; t + count < tokens && follows(place, t, count); ++count) {
+    }
     AttendTask task = shape;
     task.packed = place.packed;
-    task.tokens = 1;
-    task.context = place.held + 1;
+    task.tokens = count;
+    task.causal = count > 1;
+    task.context = place.held + count;
     task.query = turned_query + t * query_cols * size;
-    task.query_head = task.query_token = shape.key_dim;
+    task.query_head = shape.key_dim;
+    task.query_token = query_cols;
     task.key = place.keys;
     task.key_head = place.key_head;
     task.key_token = place.packed ? packed_row_bytes(shape.key_dim) : shape.key_dim;

@@ -88,6 +88,7 @@ struct AttendTask {
   float scale;
   const unsigned char* visible;  // [tokens, context] by visible_token, 0: hidden; or null
   std::int64_t visible_token;
+  bool causal;         // token t sees only the first context - tokens + 1 + t keys, with the results of alone
   const float* sinks;  // [heads], logits that only enter the sum of the softmax; or null
   void* out;           // [tokens, heads, value_dim], contiguous
 };
