@@ -84,6 +84,8 @@ def test_a_line_of_a_prompts_file_has_its_own_stop(cli: Cli) -> None:
         (["--stop", ""], "--stop"),
         (["--logprobs", "21", "--json"], "--logprobs"),
         (["--logprobs", "2"], "--json"),
+        (["--draft-tokens", "16"], "--draft-tokens"),
+        (["--draft-tokens", "2", "--remote", "http://127.0.0.1:9/v1"], "--draft-tokens"),
     ],
 )
 def test_wrong_options_are_refused_before_loading(cli: Cli, arguments: list[str], fact: str) -> None:

@@ -51,6 +51,22 @@ def test_a_stream_has_the_text_of_the_whole_answer(api: openai.OpenAI) -> None:
     assert all(c.usage is None for c in chunks[:-1])
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_predicted_answer_is_the_same_and_its_tokens_are_counted(api: openai.OpenAI, parts: bool) -> None:
+    options: Any = {"model": "demo", "messages": STORY, "max_tokens": 80, "temperature": 0}
+    text = api.chat.completions.create(**options).choices[0].message.content
+    assert text is not None
+    content = [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}] if parts else text
+    found = api.chat.completions.create(**options, prediction={"type": "content", "content": content})
+    assert found.choices[0].message.content == text
+    assert found.usage is not None
+    details = found.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.accepted_prediction_tokens > 20
+    assert details.rejected_prediction_tokens is not None
+
+
 def test_the_form_of_a_stream_is_exact(client: httpx.Client) -> None:
     body = {"messages": STORY, "max_tokens": 3, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -221,6 +237,10 @@ BAD = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": 1}, "stream_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"prediction": "x"}, "prediction"),
+    ({"prediction": {"type": "audio", "content": "x"}}, "prediction"),
+    ({"prediction": {"type": "content"}}, "prediction"),
+    ({"prediction": {"type": "content", "content": [{"type": "text", "text": 3}]}}, "prediction"),
     ({"web_search_options": {"x": 1}}, "web_search_options"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"messages": []}, "messages"),

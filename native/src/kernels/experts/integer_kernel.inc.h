@@ -452,16 +452,26 @@ void linear_range_of(const LinearTask& task, std::int64_t begin, std::int64_t en
   }
 }
 
+// Bytes of codes that several groups of tokens read one after the other, from the cache but for the first.
+constexpr std::int64_t kLinearPart = 1 << 17;
+
 template <class W, int kPlanes>
 void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
-  std::int64_t t = 0;
-  if constexpr (kMostTokens == 4) {
-    for (; t + 4 <= task.tokens; t += 4) linear_range_of<W, kPlanes, 4>(task, begin, end, t);
+  const bool at_once =
+      task.tokens == 1 || (kPairsOfTokens<W> && task.tokens == 2) || (kMostTokens == 4 && task.tokens == 4);
+  const std::int64_t tiles = kLinearPart / (task.groups * W::group_bytes(task.group_bytes));
+  const std::int64_t step = at_once ? end - begin : tiles < 2 ? 2 : tiles;
+  for (std::int64_t from = begin, to = from; from < end; from = to) {
+    to = end - from < step ? end : from + step;
+    std::int64_t t = 0;
+    if constexpr (kMostTokens == 4) {
+      for (; t + 4 <= task.tokens; t += 4) linear_range_of<W, kPlanes, 4>(task, from, to, t);
+    }
+    if constexpr (kPairsOfTokens<W>) {
+      for (; t + 2 <= task.tokens; t += 2) linear_range_of<W, kPlanes, 2>(task, from, to, t);
+    }
+    for (; t < task.tokens; ++t) linear_range_of<W, kPlanes, 1>(task, from, to, t);
   }
-  if constexpr (kPairsOfTokens<W>) {
-    for (; t + 2 <= task.tokens; t += 2) linear_range_of<W, kPlanes, 2>(task, begin, end, t);
-  }
-  for (; t < task.tokens; ++t) linear_range_of<W, kPlanes, 1>(task, begin, end, t);
 }
 
 // Calls enter() and leave() of the many-token path around its kernels, if there is one.
