@@ -128,11 +128,11 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     # Descriptions name options too, with a colon behind them.
     offered = {word.rstrip(":,") for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "activation-bits bits completion concurrency continue ctx dense-bits deterministic device draft- "
-        "tokens dry-run dtype file grammar help hide-thinking json jsonl kv-bits logprobs max-tokens "
-        "min-p no-daemon no-save no-think no-tune prompt-cache quiet ram raw remote repetition-penalty "
-        "schema seed session stats stop system system-prompt temperature template-option think threads "
-        "top-k top-p tune verbose vram watch yes"
+        "activation-bits bits completion concurrency continue ctx dense-bits deterministic device "
+        "draft-tokens dry-run dtype file grammar help hide-thinking json jsonl kv-bits logprobs "
+        "max-tokens min-p no-daemon no-save no-think no-tune prompt-cache quiet ram raw remote "
+        "repetition-penalty schema seed session stats stop system system-prompt temperature "
+        "template-option think threads top-k top-p tune verbose vram watch yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
