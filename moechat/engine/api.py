@@ -32,7 +32,7 @@ from moechat.engine.recovery import PassRunner
 from moechat.engine.running_answer import Answer
 from moechat.engine.stats import Meter, Stats
 from moechat.engine.together import Advanced, advance_all, compute_together
-from moechat.errors import StoreDamagedError, UsageError
+from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import LoadedModel, Progress, load_model, open_store, require_in_place
@@ -516,7 +516,7 @@ class Engine:
             draft_tokens: Most tokens, 0 to 15, that are guessed from the text so far and verified in one
                 pass, where that is expected to be faster; the answer is the same. 0: a pass for each token.
             expected: A text that the answer may repeat, such as a file that it changes: guesses come from it
-                too.
+                too. One that is far longer than the context, or has no tokens, is left out.
             reserve: Tokens of the context that the prompt must leave for the answer.
             progress: Called before the first and after each part of the prompt with the tokens computed so
                 far (or already cached) and the tokens of the prompt; its own time counts too.
@@ -525,8 +525,7 @@ class Engine:
             An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
 
         Raises:
-            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``, or the
-                expected text is far longer than the context.
+            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
             UsageError: A setting is unknown, has the wrong type, or is out of range.
         """
         steps = self.generate_in_turns(
@@ -616,18 +615,21 @@ class Engine:
                 bias,
                 None if grammar is None else self.decoder.grammars.begin(grammar),
                 draft_tokens,
-                self._expected(options.get("expected")),
+                self._expected(options.get("expected"), draft_tokens),
             ),
             started=started,
             progress=progress or (lambda _done, _total: None),
         )
 
-    def _expected(self, text: object) -> list[int]:
-        if text is None or text == "":
-            return []
-        if not isinstance(text, str):
+    def _expected(self, text: object, draft_tokens: int) -> list[int]:
+        if text is not None and not isinstance(text, str):
             raise UsageError(f"expected is of type {type(text).__name__}; it must be a text")
-        return self.prompts.encode(text)
+        if not text or not draft_tokens or not self.passes.most_successive:
+            return []
+        try:
+            return self.prompts.encode(text)
+        except MoechatError:  # nothing to guess from is no reason not to answer
+            return []
 
     def compute_together(self, answers: Sequence[Answer]) -> None:
         """Compute what the next items of several answers need, in one pass where possible.

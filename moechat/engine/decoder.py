@@ -209,7 +209,7 @@ class Decoder:
             rows = self.passes.run_successive(tokens, cache) if room else None
         finally:
             if rows is None:
-                self.unverified.forget()
+                self.unverified.forget(cache)
         return None if rows is None else rows[len(latest) - 1 :].unbind()
 
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:

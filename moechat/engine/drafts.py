@@ -22,6 +22,8 @@ from moechat.steps import MOST_DRAFT
 _LEAST_MATCH, _MOST_MATCH = 2, 32
 # Latest places that are compared.
 _MOST_PLACES = 16
+# Pairs of tokens are in this many classes, at least; a prime number divides them among these.
+_LEAST_CLASSES, _FACTOR = 1 << 12, 1_000_003
 # Sizes of passes that are tried; a draft has one token less.
 _PASSES = (2, 4, 8, 1 + MOST_DRAFT)
 # How much longer such passes take than a pass of one token, until it is measured: experts of Qwen3-30B-A3B,
@@ -34,6 +36,9 @@ _FIRST_WEIGHT, _DECAY = 8.0, 0.98
 _SMOOTHING = 0.2
 # A time beyond this many times the expected one is an interruption.
 _OUTLIER = 4.0
+# How fast times go back to the first ones with each pass of one token, so that a size that was slow is tried
+# again.
+_FADING = 0.005
 # How much faster than no draft one must be expected to be: shares and costs are estimates.
 _LEAST_GAIN = 1.15
 
@@ -58,12 +63,13 @@ class PromptLookup:
         expected: What it may go on with, or repeat.
     """
 
-    # Invariants: for each position but the last ones, _before has the end of the pair of tokens that ended
-    # there earlier, or 0; _latest has the last end of each pair.
+    # Invariants: _latest has the last end of all pairs of tokens of a class, for each position but the last
+    # ones _before the one before it; 0: there is none. A dictionary of pairs would take ten times the memory.
     def __init__(self, tokens: Sequence[int], expected: Sequence[int] = ()) -> None:
-        self._tokens = [*expected, *tokens]
-        self._latest: dict[int, int] = {}
-        self._before = array("q", [0] * _LEAST_MATCH)
+        self._tokens = array("i", [*expected, *tokens])
+        classes = max(_LEAST_CLASSES, len(self._tokens))
+        self._latest = array("i", bytes(4 << classes.bit_length()))
+        self._before = array("i", bytes(4 * _LEAST_MATCH))
 
     def append(self, token: int) -> None:
         """The text goes on with a token."""
@@ -75,19 +81,20 @@ class PromptLookup:
         total = len(tokens)
         if total < _LEAST_MATCH:
             return None
+        mask = len(latest) - 1
         for end in range(len(before), total):
-            pair = _pair(tokens, end)
-            before.append(latest.get(pair, 0))
+            pair = (tokens[end - 2] * _FACTOR + tokens[end - 1]) & mask
+            before.append(latest[pair])
             latest[pair] = end
         best: Match | None = None
-        end = latest.get(_pair(tokens, total), 0)
+        end = latest[(tokens[-2] * _FACTOR + tokens[-1]) & mask]
         for _ in range(_MOST_PLACES):
             if not end:
                 break
-            length, most = _LEAST_MATCH, min(end, _MOST_MATCH)
+            length, most = 0, min(end, _MOST_MATCH)
             while length < most and tokens[end - length - 1] == tokens[total - length - 1]:
                 length += 1
-            if best is None or length > best.length:
+            if length >= _LEAST_MATCH and (best is None or length > best.length):
                 best = Match(end, length)
             end = before[end]
         return best
@@ -101,11 +108,6 @@ class PromptLookup:
         return found
 
 
-def _pair(tokens: Sequence[int], end: int) -> int:
-    """The two tokens before a position, as one number."""
-    return tokens[end - 2] << 32 | tokens[end - 1]
-
-
 class DraftLengths:
     """Chooses how many tokens are guessed, from what was measured in the answers of one model."""
 
@@ -115,7 +117,7 @@ class DraftLengths:
         self._right = {least: share * _FIRST_WEIGHT for least, share in _FIRST_SHARES.items()}
         self._tried = dict.fromkeys(_FIRST_SHARES, _FIRST_WEIGHT)
 
-    def choose(self, length: int, most: int, behind: int = 1) -> int:
+    def choose(self, length: int, most: int, behind: int = 1, *, again: bool = False) -> int:
         """Number of tokens to guess; 0: none.
 
         Args:
@@ -123,14 +125,15 @@ class DraftLengths:
             most: Most tokens of the pass.
             behind: Tokens of the pass that are known: the latest one, and those before it that have to be
                 computed again.
+            again: Where a guess is wrong, the next pass computes those that were right again.
         """
         share = self.share(length)
-        best, found = _LEAST_GAIN * self._rate(behind, 1, share), 0
+        best, found = _LEAST_GAIN / self.cost(behind), 0
         for size in _PASSES:
             guesses = size - behind
             if guesses < 1 or size > most:
                 continue
-            rate = self._rate(size, 1 + guesses, share)
+            rate = self._rate(size, guesses, share, again=again)
             if rate > best:
                 best, found = rate, guesses
         return found
@@ -150,9 +153,14 @@ class DraftLengths:
     def passed(self, size: int, seconds: float) -> None:
         """A pass of so many tokens took so long."""
         if size == 1:
-            self._alone = _towards(self._alone, seconds)
+            alone = self._alone or seconds
+            self._alone = alone + _SMOOTHING * (min(seconds, _OUTLIER * alone) - alone)
+            for each, first in _FIRST_COSTS.items():
+                self._costs[each] += _FADING * (first - self._costs[each])
         elif size in self._costs and self._alone:
-            self._costs[size] = max(1.0, _towards(self._costs[size], seconds / self._alone))
+            before, found = self._costs[size], max(1.0, seconds / self._alone)
+            if found < _OUTLIER * before:
+                self._costs[size] = before + _SMOOTHING * (found - before)
 
     def verified(self, length: int, guesses: int, right: int) -> None:
         """Of some guesses the first ``right`` were right, and the next one, if there is any, was not."""
@@ -161,23 +169,21 @@ class DraftLengths:
         self._right[least] = fade * self._right[least] + right
         self._tried[least] = fade * self._tried[least] + tried
 
-    def _rate(self, size: int, tokens: int, share: float) -> float:
+    def _rate(self, size: int, guesses: int, share: float, *, again: bool) -> float:
         """Expected tokens of a pass in the time of a pass of one token.
 
         Args:
             size: Tokens of the pass.
-            tokens: Tokens that are drawn if all guesses are right.
+            guesses: Those of them that are guessed.
             share: Of the guesses that are right.
+            again: As for :meth:`choose`.
         """
-        expected = float(tokens) if share >= 1 else (1 - share**tokens) / (1 - share)
-        return expected / self.cost(size)
+        expected = 1.0 + guesses if share >= 1 else (1 - share ** (guesses + 1)) / (1 - share)
+        time = self.cost(size)
+        if again:
+            time += (1 - share**guesses) * (self.cost(round(expected)) - 1)
+        return expected / time
 
 
 def _class(length: int) -> int:
     return max(least for least in _FIRST_SHARES if least <= length)
-
-
-def _towards(before: float, found: float) -> float:
-    if not before:
-        return found
-    return before + _SMOOTHING * (min(found, _OUTLIER * before) - before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,9 @@ from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
 from moechat.engine.decoder import Decoder
 from moechat.engine.drafts import Match, PromptLookup
 from moechat.engine.stats import Stats
+from moechat.errors import MoechatError
 from moechat.models.prompt_cache import CachedTokens
+from moechat.models.unverified_tokens import has_states
 from moechat.steps import Step
 
 
@@ -32,6 +35,7 @@ class _Pending:
         match: Where the text was found before; ``None``: nowhere, or it was not looked for.
         draft: Tokens that were guessed and computed.
         right: Guesses that have been drawn.
+        alone: The pass had one token, of this answer alone.
     """
 
     rows: Sequence[torch.Tensor]
@@ -39,6 +43,7 @@ class _Pending:
     match: Match | None = None
     draft: Sequence[int] = ()
     right: int = 0
+    alone: bool = True
 
 
 class Answer:
@@ -127,11 +132,17 @@ class Answer:
 
     def close(self) -> None:
         """End the answer; its tokens stay in the prompt cache. Harmless when repeated."""
-        pending, self._pending, self._ended = self._pending, None, True
-        if self._held is not None and pending is not None and pending.right < len(pending.draft):
-            self._settle()
+        finished, self._ended = self._ended, True
+        pending, self._pending = self._pending, None
         held, self._held = self._held, None
-        if held is not None:
+        if held is None:
+            return
+        try:
+            # As without drafts: all tokens of a complete answer, else all but the latest.
+            drawn = finished or (pending is not None and not pending.right)
+            self._complete(held, pending, len(self._known) - (0 if drawn else 1))
+        finally:
+            self.decoder.unverified.forget(held.cache)
             self.decoder.end_request(self)
             self.decoder.keep(held, self._known[: self._computed], self._prompt)
 
@@ -181,7 +192,7 @@ class Answer:
         self._held.whole = True
         self._computed += 1
         self.stats = stats
-        self._pending = _Pending((logits,), seconds)
+        self._pending = _Pending((logits,), seconds, alone=False)
 
     # ---- a pass of its own
 
@@ -234,8 +245,9 @@ class Answer:
         rows: Sequence[torch.Tensor] | None = decoder.verify(latest, draft, held.cache) if several else None
         if rows is None:
             draft = []
-            decoder.begin_token(self, latest[-1])
-            logits, held.cache = decoder.step(torch.tensor([latest]), held.cache)
+            for token in latest:
+                decoder.begin_token(self, token)
+                logits, held.cache = decoder.step(torch.tensor([[token]]), held.cache)
             rows = (logits,)
             self._count(decoder.meter.add(self.stats))
         else:
@@ -245,7 +257,7 @@ class Answer:
         seconds = time.perf_counter() - begun
         decoder.lengths.passed(len(latest) + len(draft), seconds)
         self.stats = replace(self.stats, guessed_tokens=self.stats.guessed_tokens + len(draft))
-        self._pending = _Pending(rows, seconds, match, draft)
+        self._pending = _Pending(rows, seconds, match, draft, alone=len(latest) + len(draft) == 1)
 
     def _count(self, stats: Stats) -> None:
         self.stats = self.decoder.stats = stats
@@ -258,7 +270,7 @@ class Answer:
         now = time.perf_counter()
         self._first = self._first or now
         self._drawn += 1
-        self.decoder.token_done(pending.seconds + now - begun, alone=not pending.draft)
+        self.decoder.token_done(pending.seconds + now - begun, alone=pending.alone)
         last = self._drawn == self._settings.limit
         step = self._text.step(chosen, complete=self._chooser.complete, last=last)
         if step.finish_reason is None:
@@ -290,7 +302,10 @@ class Answer:
         left = self._settings.limit - self._drawn - 1  # tokens that may follow the next one
         most = min(self._settings.draft_tokens, left, decoder.most_verified - behind)
         found = self._lookup.find() if most > 0 else None
-        count = 0 if found is None else decoder.lengths.choose(found.length, behind + most, behind)
+        count = 0
+        if found is not None:
+            again = has_states(self.cache)
+            count = decoder.lengths.choose(found.length, behind + most, behind, again=again)
         if found is None or not count or not decoder.can_verify():
             return found, []
         return found, self._lookup.draft(found, count)
@@ -308,28 +323,42 @@ class Answer:
             pending.seconds = 0.0
             self._computed += 1
             self.stats = replace(self.stats, accepted_tokens=self.stats.accepted_tokens + 1)
-            if pending.right < len(draft):
-                return
-        else:
-            self._pending = None
-            if match is not None and not draft and token is not None:
-                lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == token))
-            if pending.right == len(draft):
-                return  # there was no draft, or all of it was right, which has been settled
-        # What follows the end of an answer is not known.
-        assert match is not None
-        lengths.verified(match.length, len(draft) if token is not None else pending.right, pending.right)
-        self._settle()
+            return
+        self._pending = None
+        if match is None:
+            return
+        if draft:
+            # What follows the end of an answer is not known.
+            lengths.verified(match.length, len(draft) if token is not None else pending.right, pending.right)
+            assert self._held is not None
+            self._settle(self._held)
+        elif token is not None:
+            lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == token))
 
-    def _settle(self) -> None:
+    def _settle(self, held: CachedTokens) -> None:
         """Take the cache back to the drawn tokens.
 
-        A cache with states goes back to what it was before the pass, and the next pass computes the tokens
-        since then again.
+        A cache with states goes back to what it was before the pass, unless all of its tokens were drawn. The
+        next pass then computes the tokens since then again.
         """
-        assert self._held is not None
-        self._computed = self.decoder.unverified.keep(self._computed)
-        self._held.whole = True
+        self._computed = self.decoder.unverified.keep(held.cache, self._computed)
+        held.whole = True
+
+    def _complete(self, held: CachedTokens, pending: _Pending | None, wanted: int) -> None:
+        """At the end: keep the first ``wanted`` tokens in the cache, also where a draft was partly wrong."""
+        if self._computed < self._prompt:
+            return
+        if pending is not None and pending.draft:
+            self._computed = min(self._computed, wanted)
+            self._settle(held)
+        again = self._known[self._computed : wanted]
+        if not again or not held.whole:
+            return
+        held.whole = False
+        with suppress(MoechatError):  # then the cache is good up to its last copy
+            held.whole = self.decoder.verify(again, [], held.cache) is not None
+        if held.whole:
+            self._computed = wanted
 
 
 def _part_ended(held: CachedTokens, before: int, done: int) -> None:

@@ -143,7 +143,7 @@ class Meter:
         "stall_s": ("stall_seconds",),
         "link_busy_s": ("link_busy_seconds",),
     }
-    # Counted apart by passes of several tokens. They are hits of answers if the tokens are several answers'.
+    # Counted apart by passes of several tokens. They are hits of answers if the tokens are decoded ones.
     _SHARED: Mapping[str, str] = {
         "hits_full": "prefill_hits_full",
         "hits_prefetched": "prefill_hits_prefetch",
@@ -178,7 +178,8 @@ class Meter:
     def add_shares(self, answers: Sequence[Stats]) -> list[Stats]:
         """The statistics of several answers, with everything since the last call divided equally among them.
 
-        The sums over the answers are exact. REQUIRES: since then passes had a token of each answer.
+        The sums over the answers are exact. REQUIRES: since then passes had decoded tokens, as many of each
+        answer.
         """
         gained = self._gain()
         for key, shared in self._SHARED.items():

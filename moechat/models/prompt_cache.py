@@ -64,7 +64,7 @@ class CachedTokens:
         fresh: Number of the first tokens whose parts are those of a prompt computed afresh.
         marks: Ends of parts, ascending.
         copies: Copies of states at some of the marks.
-        whole: No pass is under way, nor was one interrupted.
+        whole: No pass is under way, nor was one interrupted, and no guessed tokens are in the cache.
         capacity: Tokens that the cache reserves memory for, where caches share a :class:`CacheRoom`.
         credit: The cache with the least of it makes room for others; see :class:`PromptCache`.
     """

@@ -26,11 +26,16 @@ def make_room(cache: Any, count: int) -> bool:
     return all(layer.make_room(count) for layer in cache.layers if isinstance(layer, _KEYS))
 
 
+def has_states(cache: Any) -> bool:
+    """Whether a cache has states, so that it goes back to copies."""
+    return any(type(layer) is StateLayer for layer in getattr(cache, "layers", ()))
+
+
 class UnverifiedTokens:
     """Tokens at the end of one attention cache at a time. Keeps the memory of its copies between passes."""
 
     # Invariant: _cache is None while no cache has such tokens; else it had _before tokens without them, and
-    # _copies are the states that it had then.
+    # _copies are the states that it had then. It is set once they are, and only its owner's calls change it.
     def __init__(self) -> None:
         self._cache: Any = None
         self._before = 0
@@ -53,7 +58,6 @@ class UnverifiedTokens:
         assert not self.any
         if not make_room(cache, count):
             return False
-        self._cache, self._before = cache, cache.get_seq_length()
         held = set()
         for number, layer in enumerate(cache.layers):
             for kind in STATES if type(layer) is StateLayer else ():
@@ -63,36 +67,38 @@ class UnverifiedTokens:
                         self._copy((number, kind, place), state)
         for gone in self._copies.keys() - held:
             del self._copies[gone]
+        self._cache, self._before = cache, cache.get_seq_length()
         return True
 
     @torch.inference_mode()
-    def keep(self, tokens: int) -> int:
-        """Keep some of the tokens, and take the cache back from the others.
+    def keep(self, cache: Any, tokens: int) -> int:
+        """Keep some of the tokens of a cache, and take it back from the others.
 
         Args:
+            cache: Of :meth:`begin`; nothing happens to another one.
             tokens: Those that the cache should hold, at least as many as before the pass.
 
         Returns:
             Tokens that it holds now: those; or, with states, those before the pass unless all stay.
         """
-        cache, self._cache = self._cache, None
-        if cache is None:
+        if self._cache is not cache:
             return tokens
         excess = cache.get_seq_length() - tokens
-        if excess <= 0:
-            return tokens
-        if self._copies:
-            excess, tokens = cache.get_seq_length() - self._before, self._before
-        for layer in cache.layers:
-            if isinstance(layer, _KEYS):
-                layer.take_back(excess)
-        for (number, kind, place), state in self._copies.items():
-            getattr(cache.layers[number], kind)[place].copy_(state)
+        if excess > 0:
+            if self._copies:
+                excess, tokens = cache.get_seq_length() - self._before, self._before
+            for layer in cache.layers:
+                if isinstance(layer, _KEYS):
+                    layer.take_back(excess)
+            for (number, kind, place), state in self._copies.items():
+                getattr(cache.layers[number], kind)[place].copy_(state)
+        self._cache = None
         return tokens
 
-    def forget(self) -> None:
-        """The pass was not computed: the cache has not changed, or it is not to be used any more."""
-        self._cache = None
+    def forget(self, cache: Any) -> None:
+        """A cache has no such tokens, or is not to be used any more; nothing happens to another one."""
+        if self._cache is cache:
+            self._cache = None
 
     def release(self) -> None:
         """Free the memory of the copies, unless a cache has such tokens."""

@@ -17,8 +17,10 @@ from tiny import write_tiny_checkpoint
 import moechat
 from moechat import Engine, Grammar, MoechatError, UsageError
 from moechat.configurator.systems import CacheSettings
+from moechat.engine.answer import TokenChooser
 from moechat.engine.drafts import DraftLengths, Match, PromptLookup
 from moechat.models.cache_states import tensors_of
+from moechat.models.unverified_tokens import UnverifiedTokens
 from moechat.offload.settings import OffloadOptions
 from moechat.steps import MOST_DRAFT
 
@@ -113,9 +115,30 @@ def test_drafts_end_where_passes_of_several_tokens_take_too_long() -> None:
 def test_one_interruption_does_not_change_the_lengths() -> None:
     lengths = DraftLengths()
     lengths.passed(1, 0.01)
-    lengths.passed(8, 100.0)
-    lengths.passed(1, 100.0)
+    before = [lengths.choose(length, 16) for length in (2, 5, 10, 32)]
+    for size in (2, 4, 8, 16):
+        lengths.passed(size, 100.0)
+    assert [lengths.choose(length, 16) for length in (2, 5, 10, 32)] == before
+
+
+def test_a_size_that_was_slow_is_tried_again() -> None:
+    lengths = DraftLengths()
+    for _ in range(60):
+        lengths.passed(1, 0.01)
+        for size in (2, 4, 8, 16):
+            lengths.passed(size, 0.01 * size)
+    assert lengths.choose(32, 16) == 0
+    for _ in range(400):
+        lengths.passed(1, 0.01)
     assert lengths.choose(32, 16) > 0
+
+
+def test_drafts_are_rarer_where_right_guesses_are_computed_again() -> None:
+    lengths = DraftLengths()
+    assert lengths.choose(32, 16, again=True) > 0
+    for _ in range(60):
+        lengths.verified(7, 4, 3)
+    assert lengths.choose(7, 16) > lengths.choose(7, 16, again=True)
 
 
 # ---- answers stay the same
@@ -142,7 +165,9 @@ def family_engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) 
 @pytest.fixture
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are as long as possible, whatever they cost; many guesses are wrong."""
-    monkeypatch.setattr(DraftLengths, "choose", lambda _, __, most, behind=1: max(0, most - behind))
+    monkeypatch.setattr(
+        DraftLengths, "choose", lambda _, __, most, behind=1, *, again=False: max(0, most - behind)
+    )
 
 
 def answer(engine: Engine, prompt: list[int] = PROMPT, count: int = 60, **options: Any) -> list[int]:
@@ -168,8 +193,7 @@ def test_an_answer_and_its_cache_are_the_same_with_guesses(family_engine: Engine
         assert (engine.stats.accepted_tokens > 2) == (draft > 0)
         assert engine.stats.output_tokens == 60
     assert found[1:] == found[:1] * 2
-    for cache in caches[1:]:
-        assert all(all(map(torch.equal, ours, theirs)) for ours, theirs in zip(cache, caches[0], strict=True))
+    assert all(same(cache, caches[0]) for cache in caches[1:])
     # All but the last token are there for the next turn.
     answer(engine, [*PROMPT, *found[0], 9], 1, draft_tokens=0)
     assert engine.stats.reused_tokens == len(PROMPT) + 59
@@ -200,22 +224,99 @@ def test_attention_of_successive_tokens_has_the_bits_of_single_ones(
         assert all(all(map(torch.equal, tensors_of(mine), tensors_of(other))) for mine, other in pairs)
 
 
+def kept(engine: Engine) -> tuple[list[int], list[list[torch.Tensor]]]:
+    """Tokens and contents of the cache of the last answer."""
+    latest = engine.decoder.prompt_cache.latest
+    assert latest is not None
+    return list(latest.tokens), layers_of(engine)
+
+
+def same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> bool:
+    return all(all(map(torch.equal, *layers)) for layers in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.usefixtures("bold")
-def test_an_answer_that_is_closed_behind_a_draft_can_go_on(family_engine: Engine) -> None:
+def test_an_answer_that_is_closed_leaves_the_cache_that_it_leaves_without_guesses(
+    family_engine: Engine,
+) -> None:
+    engine = family_engine
+    for count in range(20, 32):
+        found = []
+        for draft in (0, MOST_DRAFT):
+            engine.drop_prompt_cache()
+            options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0, "logit_bias": BIAS}
+            with closing(engine.generate_in_turns(PROMPT, draft_tokens=draft, **options)) as steps:
+                for _ in range(count):
+                    next(steps)
+            assert not engine.decoder.unverified.any
+            found.append(kept(engine))
+        assert found[0][0] == found[1][0]
+        assert len(found[0][0]) == len(PROMPT) + count - 1
+        assert same(found[0][1], found[1][1])
+
+
+@pytest.mark.usefixtures("bold")
+def test_an_answer_that_ends_inside_a_draft_leaves_the_cache_that_it_leaves_without(
+    family_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = family_engine
+    partly = []
+    keep = engine.decoder.unverified.keep
+
+    def counting(cache: Any, tokens: int) -> int:
+        partly.append(cache.get_seq_length() > tokens)
+        return keep(cache, tokens)
+
+    monkeypatch.setattr(engine.decoder.unverified, "keep", counting)
+    for count in range(20, 32):
+        found = []
+        for draft in (0, MOST_DRAFT):
+            engine.drop_prompt_cache()
+            left = iter([False] * (count - 1))
+            monkeypatch.setattr(TokenChooser, "complete", property(lambda _, left=left: next(left, True)))
+            assert len(answer(engine, draft_tokens=draft)) == count
+            found.append(kept(engine))
+        assert found[0][0] == found[1][0]
+        assert len(found[0][0]) == len(PROMPT) + count - 1
+        assert same(found[0][1], found[1][1])
+    assert any(partly)
+
+
+@pytest.mark.usefixtures("bold")
+def test_an_interruption_behind_a_pass_with_a_draft_leaves_no_guesses(
+    family_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = family_engine
     engine.drop_prompt_cache()
     wanted = answer(engine, draft_tokens=0)
-    for count in range(20, 32):
+    for owner, name in ((engine.decoder.meter, "add_shares"), (engine.decoder.lengths, "verified")):
         engine.drop_prompt_cache()
-        options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0, "logit_bias": BIAS}
-        with closing(engine.generate_in_turns(PROMPT, **options)) as steps:
-            begun = [next(steps) for _ in range(count)]
-        assert [step.token_id for step in begun if step] == wanted[:count]
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                answer(engine)
         assert not engine.decoder.unverified.any
-        more = count + 1  # the last drawn token may be in the cache, and a prompt has to have another
-        rest = answer(engine, [*PROMPT, *wanted[:more]], 60 - more, draft_tokens=0)
-        assert rest == wanted[more:]
-        assert engine.stats.reused_tokens >= len(PROMPT)
+        assert answer(engine) == wanted
+        assert engine.stats.accepted_tokens > 0
+
+
+def test_only_the_cache_with_guesses_is_taken_back(family_engine: Engine) -> None:
+    decoder, unverified = family_engine.decoder, UnverifiedTokens()
+    with torch.inference_mode():
+        (_, ours), (_, other) = (decoder.feed(PROMPT[:20], decoder.new_cache()) for _ in range(2))
+        assert unverified.begin(ours, 4)
+        assert family_engine.passes.run_successive([5, 6, 7, 8], ours) is not None
+        assert unverified.keep(other, 3) == 3
+        unverified.forget(other)
+        assert unverified.any
+        assert unverified.keep(ours, 22) in (20, 22)
+        assert not unverified.any
+        assert ours.get_seq_length() in (20, 22)
+        assert other.get_seq_length() == 20
 
 
 @pytest.mark.usefixtures("bold")

@@ -1,4 +1,5 @@
-"""Computes all layers of a model for one decoded token of each of several conversations in one native call.
+"""Computes all layers of a model for decoded tokens in one native call: one of each of several conversations,
+or successive ones of one.
 
 Between two layers Python and torch would run with caches full of weights, so that each of their steps waits
 for memory.

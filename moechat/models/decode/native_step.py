@@ -2,7 +2,7 @@
 
 For one token, the overhead of torch and Python between the parts of a layer (modules, views, copies into the
 cache, sums) exceeds the cost of some parts. The same call takes one token of each of several attention
-caches: weights are read once for all of them.
+caches, or successive tokens of one: weights are read once for all of them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 successive ones of one.
 
 In passes of their own, each token would read all dense weights and its own experts. Here dense weights are
-read once for all tokens, and each expert that any of them chose once. Attention and states are computed for
-one token after the other.
+read once for all tokens, and each expert that any of them chose once. Attention and states are computed cache
+by cache.
 
 The results of a token are those of a pass of its own, bit by bit: native products, norms and routers do not
 depend on other tokens of the call. A trial compares both ways when the first such pass is wanted.

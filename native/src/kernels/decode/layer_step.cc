@@ -58,6 +58,8 @@ void check_layer_step(const LayerStep& step) {
   check_feed_step(step.feed);
 }
 
+constexpr std::int64_t kSharedSums = 8 << 20;  // bytes of attention's sums that several tokens may have
+
 void layer_step(const LayerStep& step, const LayerStepCall& call) {
   require_step_tokens(call.tokens);
   StepClock clock(step.times);
@@ -186,11 +188,14 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   }
   clock.add(&StepTimes::cache);
 
-  // Successive tokens of one cache read its keys and values once.
+  // Successive tokens of one cache read its keys and values once, as far as their sums take little memory.
   const auto follows = [&](const CachePlace& first, std::int64_t t, std::int64_t count) {
     const CachePlace& place = call.places[t + count];
-    return place.keys == first.keys && place.values == first.values && place.held == first.held + count &&
-           place.packed == first.packed;
+    const std::int64_t units = (first.held + tokens) / kAttendKeys + 1;
+    const std::int64_t sums =
+        (count + 1) * heads * units * (shape.value_dim + 16) * std::int64_t{sizeof(float)};
+    return sums <= kSharedSums && place.keys == first.keys && place.values == first.values &&
+           place.held == first.held + count && place.packed == first.packed;
   };
   for (std::int64_t t = 0, count = 1; t < tokens; t += count) {
     const CachePlace& place = call.places[t];

@@ -1,6 +1,6 @@
-// Computes a decoder layer with attention, up to its experts, for one decoded token of each of several
-// conversations: norm, projections, norms of heads, rotation, attention cache, attention and its gates,
-// output projection, residual, and what feed_step.h has.
+// Computes a decoder layer with attention, up to its experts, for decoded tokens: one of each of several
+// conversations, or successive ones of one. Norm, projections, norms of heads, rotation, attention cache,
+// attention and its gates, output projection, residual, and what feed_step.h has.
 //
 // A step runs these parts in order and rounds between them to the element type as separate calls would, so
 // its results are bitwise equal to theirs, and those of a token do not depend on the others. It saves the
@@ -57,13 +57,14 @@ struct CachePlace {
   bool packed;        // the cache has packed rows, and its strides are bytes
 };
 
-// Buffers of some tokens, one for each attention cache.
+// Buffers of some tokens. Those of one attention cache are in order, each with the place behind the one
+// before.
 struct LayerStepCall {
   std::int64_t tokens;  // 1 to kMostStepTokens
   const void* hidden;   // [tokens, hidden]
   const void* cos;      // [tokens, angles]
   const void* sin;
-  const CachePlace* places;  // [tokens]; no two of them overlap
+  const CachePlace* places;  // [tokens]
   void* residual;            // [tokens, hidden], output: hidden plus attention; must not overlap hidden
   FeedRows rows;             // outputs; its residual is unused
 };
