@@ -19,6 +19,7 @@ from moechat import Engine, Grammar, MoechatError, UsageError
 from moechat.configurator.systems import CacheSettings
 from moechat.engine.answer import TokenChooser
 from moechat.engine.drafts import DraftLengths, Match, PromptLookup
+from moechat.models.cache_memory import EMPTY
 from moechat.models.cache_states import tensors_of
 from moechat.models.unverified_tokens import UnverifiedTokens
 from moechat.offload.settings import OffloadOptions
@@ -156,7 +157,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, home: Path) -> dict[st
     return {path.name: path for path in directory.iterdir()}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The mixers of Nemotron-H are not native with versions of transformers that have no empty layers of caches.
+_OLD = pytest.mark.skipif(not EMPTY, reason="transformers is too old")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=_OLD if name == "nemotron_h" else ()) for name in FAMILIES],
+)
 def family_engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[Engine]:
     with moechat.load(checkpoints[request.param], bits=4) as engine:
         yield engine

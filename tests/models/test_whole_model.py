@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 import moechat
 from moechat.models.cache_argument import CACHE, cache_of
 from moechat.models.cache_layers import ReservedLayer
+from moechat.models.cache_memory import EMPTY
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.whole import recognise_model
 from moechat.offload.settings import OffloadOptions
@@ -41,7 +42,8 @@ TYPED: dict[str, dict[str, Any]] = {
     "gemma4": {"attention_k_eq_v": True, "final_logit_softcapping": 5.0},
     "gemma4_text": {},
     **{name: {} for name in ("lfm2_moe", "minimax_m2", "dots1", "qwen3_vl_moe", "glm4v_moe", "laguna")},
-    "nemotron_h": {},
+    # Its mixers are not native with versions of transformers that have no empty layers of caches.
+    **({"nemotron_h": {}} if EMPTY else {}),
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared", "granitemoe"), GRANITE),
 }
 # All layers with experts; windows; shared experts; layers without experts; linear attention beside gated one.

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tomllib
 import sys
 import time
 from pathlib import Path
@@ -145,6 +146,16 @@ AGAIN = FULL[1:]
 def test_scripts_are_executable_and_parse(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+def test_the_oldest_transformers_is_the_one_that_may_be_installed() -> None:
+    lines = (ROOT / "scripts" / "constraints-oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        requirements = tomllib.load(file)["project"]["dependencies"]
+    (least,) = (each for each in requirements if each.startswith("transformers"))
+    version = least.removeprefix("transformers>=").partition(",")[0]
+    assert oldest["transformers"].startswith(f"{version}.")
 
 
 def test_constraints_are_exact_and_name_no_host() -> None:
