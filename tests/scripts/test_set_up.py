@@ -10,9 +10,9 @@ import os
 import shutil
 import signal
 import subprocess
-import tomllib
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
