@@ -337,7 +337,7 @@ class Decoder:
             near.end_request(key)
 
     def token_done(self, seconds: float, *, alone: bool) -> None:
-        """Count a token, which took so long, in a pass of its own or one with a draft."""
+        """Count a token, which took so long; ``alone``: its pass had no other token of its answer."""
         upkeep = self.passes.loaded.upkeep
         if upkeep is not None:
             upkeep.step(seconds, alone=alone)

@@ -35,7 +35,7 @@ class _Pending:
         match: Where the text was found before; ``None``: nowhere, or it was not looked for.
         draft: Tokens that were guessed and computed.
         right: Guesses that have been drawn.
-        alone: The pass had one token, of this answer alone.
+        alone: The pass had no other token of this answer.
     """
 
     rows: Sequence[torch.Tensor]
@@ -192,7 +192,7 @@ class Answer:
         self._held.whole = True
         self._computed += 1
         self.stats = stats
-        self._pending = _Pending((logits,), seconds, alone=False)
+        self._pending = _Pending((logits,), seconds)
 
     # ---- a pass of its own
 

@@ -151,7 +151,8 @@ class Upkeep:
 
         Args:
             seconds: That it took; 0 for a guessed one, whose pass counts for the token before.
-            alone: It had a pass of its own. Ways to load experts are compared by such passes only.
+            alone: Its pass had no other token of its answer. Ways to load experts are compared by such passes
+                only.
         """
         if self._mark is None:
             self._mark = self._near.stats()
