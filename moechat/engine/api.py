@@ -516,7 +516,7 @@ class Engine:
             draft_tokens: Most tokens, 0 to 15, that are guessed from the text so far and verified in one
                 pass, where that is expected to be faster; the answer is the same. 0: a pass for each token.
             expected: A text that the answer may repeat, such as a file that it changes: guesses come from it
-                too. One that is far longer than the context, or has no tokens, is left out.
+                too. Of a long one the first tokens count, as many as the context holds.
             reserve: Tokens of the context that the prompt must leave for the answer.
             progress: Called before the first and after each part of the prompt with the tokens computed so
                 far (or already cached) and the tokens of the prompt; its own time counts too.
@@ -627,7 +627,7 @@ class Engine:
         if not text or not draft_tokens or not self.passes.most_successive:
             return []
         try:
-            return self.prompts.encode(text)
+            return self.prompts.beginning(text)
         except MoechatError:  # nothing to guess from is no reason not to answer
             return []
 

@@ -178,6 +178,22 @@ class PromptEncoder:
         template = self.tokenizer.chat_template
         return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
+    def beginning(self, text: str) -> list[int]:
+        """Tokens of a text without those of a template, of a long text as many as the context holds.
+
+        Raises:
+            UsageError: The model has no tokenizer, or the text is no Unicode.
+            UnsupportedModelError: The tokenizer fails on this text.
+        """
+        if self.tokenizer is None:
+            raise UsageError(f"{self._name} has no tokenizer")
+        tokens: list[int] = []
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            tokens += self._tokenise(text[begin : begin + _PIECE_CHARACTERS], add_special_tokens=False)
+            if len(tokens) > self._plan.context:
+                break
+        return tokens[: self._plan.context]
+
     def _require_plausible_length(self, text: str) -> None:
         """Tokenises a long text in pieces, and stops at the first that exceeds the context."""
         if len(text) <= _PIECE_CHARACTERS:

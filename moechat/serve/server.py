@@ -90,6 +90,7 @@ class Server:
             models,
             parallel=settings.parallel,
             queue=settings.queue,
+            draft_tokens=settings.draft_tokens,
             keep_alive_s=settings.keep_alive_s,
             counters=self._counters,
             on_failed=self._on_failed,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moechat.errors import UsageError
+from moechat.steps import MOST_DRAFT
 
 DEFAULT_PORT = 8080
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -23,6 +24,7 @@ class ServeSettings:
         origins: Web pages of other origins that may call the server: ``http://localhost:3000``.
         parallel: Answers at a time.
         queue: Requests that may wait.
+        draft_tokens: Most tokens that are guessed at a time where a request does not say it.
         keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
         history: Path of the database of conversations, which the page shows and continues; ``None``: none.
         most_body: Bytes of a request's body.
@@ -38,6 +40,7 @@ class ServeSettings:
     origins: tuple[str, ...] = ()
     parallel: int = 1
     queue: int = 64
+    draft_tokens: int = MOST_DRAFT
     keep_alive_s: float | None = None
     history: Path | None = None
     most_body: int = 32 << 20

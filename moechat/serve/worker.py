@@ -66,6 +66,7 @@ class Worker:
         loader: Loads models.
         parallel: Most answers at a time.
         queue: Most requests that wait.
+        draft_tokens: Most tokens that are guessed at a time where a request does not say it.
         keep_alive_s: Seconds without a request after which the model is unloaded; ``None``: never.
         counters: For ``/metrics``.
         on_failed: Called in the thread when the model of :meth:`start` cannot be loaded, or an error ends the
@@ -94,6 +95,7 @@ class Worker:
         *,
         parallel: int,
         queue: int,
+        draft_tokens: int,
         keep_alive_s: float | None,
         counters: Counters,
         on_failed: Callable[[Exception], None],
@@ -111,6 +113,7 @@ class Worker:
         self._loader = loader
         self._parallel = parallel
         self._queue: RequestQueue[Engine | None] = RequestQueue(queue)
+        self._draft_tokens = draft_tokens
         self._keep_alive_s = keep_alive_s
         self._counters = counters
         self._on_failed = on_failed
@@ -241,7 +244,7 @@ class Worker:
         if job.counts_only:
             job.tell(begun)
             return
-        options = dict(job.options)
+        options = {"draft_tokens": self._draft_tokens, **job.options}
         if callable(options.get("grammar")):
             options["grammar"] = options["grammar"](engine, end)
 

@@ -101,6 +101,7 @@ def test_an_error_about_a_value_names_the_preset(cli: Cli) -> None:
         ),
         ("[presets.x]\nmodel = 'demo'\ntemperature = 'hot'", "temperature of presets.x", "--temperature"),
         ("[presets.x]\nmodel = 'demo'\ntemperature = -1", "--temperature is -1", ""),
+        ("[presets.x]\nmodel = 'demo'\ndraft-tokens = 16", "--draft-tokens is 16", ""),
         ("[presets.x]\nmodel = 'demo'\nbits = 5", "--bits is 5", "choose one of"),
         ("[presets.x]\nmodel = 'demo'\nsystem = 'moepic'", "moepic is a way to keep experts", "run.system"),
         ("[presets.x]\nmodel = 'demo'\nsystem = 'a'\nsystem-prompt = 'b'", "which are the same", "keep one"),

@@ -16,6 +16,7 @@ from tiny import write_tiny_checkpoint
 
 import moechat
 from moechat import Engine, Grammar, MoechatError, UsageError
+from moechat.cli.commands.run_arguments import RunOptions
 from moechat.configurator.systems import CacheSettings
 from moechat.engine.answer import TokenChooser
 from moechat.engine.drafts import DraftLengths, Match, PromptLookup
@@ -423,3 +424,21 @@ def test_an_expected_text_is_guessed_and_changes_nothing(demo: Engine) -> None:
 def test_drafts_of_a_wrong_number_are_refused(demo: Engine) -> None:
     with pytest.raises(UsageError, match="draft_tokens is 16; it must be at least 0 and at most 15"):
         demo.generate("a", draft_tokens=16)
+
+
+def test_of_a_long_expected_text_the_beginning_counts(demo: Engine) -> None:
+    question = [{"role": "user", "content": "Tell me a story about a fox named Mia and a red kite."}]
+    wanted = list(demo.generate(question, temperature=0.0, draft_tokens=0))
+    text = "".join(step.text for step in wanted) + " zebra" * 20_000
+    demo.drop_prompt_cache()
+    assert list(demo.generate(question, temperature=0.0, expected=text)) == wanted
+    assert demo.stats.accepted_tokens > len(wanted) // 2
+
+
+def test_drafts_of_the_settings_file_do_not_exclude_other_servers() -> None:
+    url = "http://127.0.0.1:9/v1"
+    with pytest.raises(UsageError, match="excludes --draft-tokens"):
+        RunOptions(model="m", remote=url, draft_tokens=3)
+    options = RunOptions(model="m", remote=url, draft_tokens=3, origins={"draft_tokens": "from config.toml"})
+    assert "draft_tokens" not in options.settings.arguments
+    assert RunOptions(model="m", draft_tokens=3).settings.arguments["draft_tokens"] == 3

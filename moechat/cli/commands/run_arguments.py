@@ -273,7 +273,9 @@ class RunOptions(PlaceOptions):
             return
         given = [as_flag(name) for name in self.load_options.given if name not in self.origins]
         for name in ("draft_tokens", "grammar", "logprobs", "tune"):
-            if getattr(self, name) is not None:
+            # A setting of the file is for the models of this machine; a grammar is a part of what is asked.
+            kept = name != "grammar" and name in self.origins
+            if getattr(self, name) is not None and not kept:
                 given.append(as_flag(name))
         if self.dry_run:
             given.append("--dry-run")
@@ -344,9 +346,9 @@ class RunOptions(PlaceOptions):
             fixed["stop"] = tuple(self.stop)
         if self.form is not None:
             fixed["grammar"] = self.form.schema if self.remote is not None else self.form.grammar()
-        if self.logprobs is not None:
+        if self.logprobs is not None and self.remote is None:
             fixed["logprobs"] = self.logprobs
-        if self.draft_tokens is not None:
+        if self.draft_tokens is not None and self.remote is None:
             fixed["draft_tokens"] = self.draft_tokens
         given = {name: value for name, value in values.items() if value is not None}
         template = TemplateOptions(

@@ -12,6 +12,7 @@ from moechat.cli.options import ServingOptions
 from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
 from moechat.serve.settings import DEFAULT_PORT, ServeSettings
+from moechat.steps import MOST_DRAFT
 from moechat.validation import require_number, require_whole
 
 _HELP = """\
@@ -57,6 +58,10 @@ class ServeCommand(ServingOptions):
     ] = None
     parallel: Annotated[int, option("N", "Answers at a time; more wait.")] = ServeSettings.parallel
     queue: Annotated[int, option("N", "Most requests that wait.")] = ServeSettings.queue
+    draft_tokens: Annotated[
+        int,
+        option("N", "Most tokens that are guessed from the text so far and verified in one pass; 0: none."),
+    ] = ServeSettings.draft_tokens
     keep_alive: Annotated[
         float | None,
         option("MINUTES", "Unload the model after so long without requests; never if not given."),
@@ -87,6 +92,7 @@ class ServeCommand(ServingOptions):
         require_whole("--port", self.port, 0, 65535)
         require_whole("--parallel", self.parallel, 1, 64)
         require_whole("--queue", self.queue, 1, 100_000)
+        require_whole("--draft-tokens", self.draft_tokens, 0, MOST_DRAFT)
         if self.keep_alive is not None:
             require_number("--keep-alive", self.keep_alive, 0, 1e6)
         if self.parallel > self.load_options.conversations:
@@ -112,6 +118,7 @@ class ServeCommand(ServingOptions):
             origins=tuple(self.origin or ()),
             parallel=self.parallel,
             queue=self.queue,
+            draft_tokens=self.draft_tokens,
             keep_alive_s=None if self.keep_alive is None else 60 * self.keep_alive,
         )
 

@@ -15,6 +15,8 @@ from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
 from moechat.hub.model_ref import DEMO, expand_alias
 from moechat.options import LoadOptions, as_flag
+from moechat.steps import MOST_DRAFT
+from moechat.validation import require_whole
 
 REMOTE_MARK = "@"
 DEFAULT_MODEL = "default"
@@ -23,7 +25,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 _SECRET = re.compile(r"(?:api-?)?key|token|secret|password", re.ASCII)
 _PROMPT_KEYS = ("system", "system-prompt")
 # Options of `run` that a preset may hold beside those of loading.
-_ANSWER_OPTIONS = (*NAMES, "stop", "template-option", "think", "remote")
+_ANSWER_OPTIONS = (*NAMES, "draft-tokens", "stop", "template-option", "think", "remote")
 REMOTE_KEYS = ("url", "model", "api-key-variable")
 
 
@@ -123,6 +125,8 @@ def _check_ranges(values: Mapping[str, Any], where: str) -> None:
         LoadOptions.parse({name: value for name, value in values.items() if name in known}, as_flag)
         for name in NAMES:
             require_setting(name, values.get(name), as_flag)
+        if values.get("draft_tokens") is not None:
+            require_whole("--draft-tokens", values["draft_tokens"], 0, MOST_DRAFT)
     except UsageError as error:
         raise UsageError(f"{where}: {error}", hint=error.hint) from None
 
