@@ -101,8 +101,9 @@ def test_a_server_that_ends_before_it_answers_is_replaced(
     done = signalled(name, *asked)
     wanted = run(*asked, "--no-daemon")
     assert (done.returncode, done.stdout) == (0, wanted.stdout)
-    if name == "SIGKILL" or done.stderr:  # a server that shuts down may still have answered
-        assert done.stderr.splitlines()[0] == NOTICE
+    # A server that shuts down may still have answered.
+    answered = name == "SIGTERM" and done.stderr == wanted.stderr
+    assert answered or done.stderr.splitlines()[0] == NOTICE
     assert "Errno" not in done.stderr
 
 
@@ -180,7 +181,11 @@ def test_a_chat_goes_on_with_the_model_loaded_here(
     assert [turn.question for turn in conversation.turns] == [STORY, "And a dog?", "Goodbye."]
     with moechat.load("demo") as engine:
         messages: list[dict[str, str]] = []
-        for turn in conversation.turns:
+        for number, turn in enumerate(conversation.turns):
+            if (
+                number == before
+            ):  # the server's cache is lost, and tokens computed as a prompt differ by rounding
+                engine.drop_prompt_cache()
             messages.append({"role": "user", "content": turn.question})
             steps = engine.generate(messages, temperature=0.0, max_new_tokens=8)
             messages.append({"role": "assistant", "content": "".join(step.text for step in steps)})
