@@ -17,9 +17,9 @@ from moechat.geometry import PLAIN_KV_BITS
 from moechat.loading.model import LoadedModel
 from moechat.models.attention_cache import reserve_tokens
 from moechat.models.cache_argument import cache_of
+from moechat.models.cache_rollback import CacheRollback, make_room
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
-from moechat.models.unverified_tokens import UnverifiedTokens, make_room
 from moechat.models.waves import Passed
 from moechat.sizes.cache_shape import PREFILL_CHUNK
 
@@ -42,7 +42,7 @@ class Decoder:
         vocabulary: Rows of the embedding.
         grammars: Makes the masks of grammars.
         lengths: Chooses the lengths of drafts.
-        unverified: Tokens of a draft in the cache of an answer, of one at a time.
+        rollback: Rolls the cache of an answer back from its draft; of one answer at a time.
         meter: Reads the counters of experts and link.
         passes: Runs the model.
     """
@@ -61,7 +61,7 @@ class Decoder:
         self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
         self.cached_tokens = 0
         self.lengths = DraftLengths()
-        self.unverified = UnverifiedTokens()
+        self.rollback = CacheRollback()
         self.passes = passes
         self.meter = meter
         self._tokenizer = tokenizer
@@ -176,7 +176,7 @@ class Decoder:
     @property
     def most_verified(self) -> int:
         """Most tokens of a pass with a draft; 0: there can be none, or another answer has one."""
-        return 0 if self.unverified.any else self.passes.most_successive
+        return 0 if self.rollback.in_use else self.passes.most_successive
 
     def can_verify(self) -> bool:
         """Whether passes with drafts give the logits of passes of single tokens; tried out once.
@@ -191,7 +191,7 @@ class Decoder:
     ) -> Sequence[torch.Tensor] | None:
         """Compute the latest tokens of an answer and a draft behind them in one pass.
 
-        :attr:`unverified` has the tokens of the draft then.
+        :attr:`rollback` can take the cache back from the draft then.
 
         Args:
             latest: Known tokens, at least one.
@@ -203,13 +203,13 @@ class Decoder:
             ``None``, without any change, if the cache cannot take them.
         """
         tokens = [*latest, *draft]
-        room = self.unverified.begin(cache, len(tokens)) if draft else make_room(cache, len(tokens))
+        room = self.rollback.begin(cache, len(tokens)) if draft else make_room(cache, len(tokens))
         rows = None
         try:
             rows = self.passes.run_successive(tokens, cache) if room else None
         finally:
             if rows is None:
-                self.unverified.forget(cache)
+                self.rollback.forget(cache)
         return None if rows is None else rows[len(latest) - 1 :].unbind()
 
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
@@ -276,7 +276,7 @@ class Decoder:
 
     def take_cache(self, prompt: list[int]) -> CachedTokens:
         """An attention cache for an answer to a prompt, with the tokens that earlier answers left in it."""
-        self.unverified.release()  # a wave needs this memory
+        self.rollback.release()  # a wave needs this memory
         held = self.prompt_cache.take(prompt, self.passes.loaded.cache.appendable)
         if held.cache is None:
             try:

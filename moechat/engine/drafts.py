@@ -24,11 +24,9 @@ _LEAST_MATCH, _MOST_MATCH = 2, 32
 _MOST_PLACES = 16
 # Pairs of tokens are in this many classes, at least; a prime number divides them among these.
 _LEAST_CLASSES, _FACTOR = 1 << 12, 1_000_003
-# Sizes of passes that are tried; a draft has one token less.
-_PASSES = (2, 4, 8, 1 + MOST_DRAFT)
-# How much longer such passes take than a pass of one token, until it is measured: experts of Qwen3-30B-A3B,
-# chosen at random, in memory.
-_FIRST_COSTS = {2: 1.35, 4: 2.0, 8: 3.2, 16: 5.2}
+# Sizes of passes that are tried, ascending, and how much longer they take than a pass of one token, until
+# that is measured: experts of Qwen3-30B-A3B, chosen at random, in memory.
+_FIRST_COSTS = {2: 1.35, 4: 2.0, 8: 3.2, 1 + MOST_DRAFT: 5.2}
 # By the least number of tokens in common: the share of guesses that are right, until it is known.
 _FIRST_SHARES = {_LEAST_MATCH: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 7: 0.75, 10: 0.85, 17: 0.9}
 # As many guesses as the first shares count for, and how fast later ones outweigh earlier ones.
@@ -129,7 +127,7 @@ class DraftLengths:
         """
         share = self.share(length)
         best, found = _LEAST_GAIN / self.cost(behind), 0
-        for size in _PASSES:
+        for size in _FIRST_COSTS:
             guesses = size - behind
             if guesses < 1 or size > most:
                 continue
@@ -147,8 +145,7 @@ class DraftLengths:
         """How many times as long a pass of so many tokens takes as one of one token."""
         if size <= 1:
             return 1.0
-        at_least = next((each for each in _PASSES if each >= size), _PASSES[-1])
-        return self._costs[at_least]
+        return next(cost for most, cost in self._costs.items() if most >= size)
 
     def passed(self, size: int, seconds: float) -> None:
         """A pass of so many tokens took so long."""

@@ -16,6 +16,7 @@ from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut
+from moechat.models.decode.together import TogetherPass
 from moechat.models.threads import thread_invariant_pass
 from moechat.models.wave_chunks import NotInWavesError
 from moechat.models.waves import Passed, Take
@@ -109,16 +110,20 @@ class PassRunner:
         Raises:
             MoechatError: As :meth:`run`. The layers of the caches may differ in length then.
         """
+        found: torch.Tensor | None = self._try_together(lambda together: together.run(tokens, caches))
+        return found
 
-        def compute(loaded: LoadedModel) -> torch.Tensor | None:
+    def _try_together(self, compute: Callable[[TogetherPass], Any]) -> Any:
+        """Result of ``compute``; ``None`` if the model cannot be computed so."""
+
+        def computed(loaded: LoadedModel) -> Any:
             together = loaded.native_modules.together
             if together is None:
                 return None
             loaded.waves.reset()  # one that was interrupted
-            return together.run(tokens, caches)
+            return compute(together)
 
-        found: torch.Tensor | None = self._try(compute)
-        return found
+        return self._try(computed)
 
     @property
     def most_successive(self) -> int:
@@ -132,12 +137,7 @@ class PassRunner:
         Raises:
             MoechatError: As :meth:`run`.
         """
-
-        def compute(loaded: LoadedModel) -> bool:
-            together = loaded.native_modules.together
-            return together is not None and together.try_successive()
-
-        return bool(self._try(compute))
+        return bool(self._try_together(lambda together: together.try_successive()))
 
     def run_successive(self, tokens: Sequence[int], cache: Any) -> torch.Tensor | None:
         """One pass of successive tokens of one attention cache, whose layers have room for them.
@@ -153,15 +153,9 @@ class PassRunner:
         Raises:
             MoechatError: As :meth:`run`. The layers of the cache may differ in length then.
         """
-
-        def compute(loaded: LoadedModel) -> torch.Tensor | None:
-            together = loaded.native_modules.together
-            if together is None:
-                return None
-            loaded.waves.reset()  # one that was interrupted
-            return together.run_successive(tokens, cache)
-
-        found: torch.Tensor | None = self._try(compute)
+        found: torch.Tensor | None = self._try_together(
+            lambda together: together.run_successive(tokens, cache)
+        )
         return found
 
     def run_wave(

@@ -20,8 +20,8 @@ from moechat.engine.decoder import Decoder
 from moechat.engine.drafts import Match, PromptLookup
 from moechat.engine.stats import Stats
 from moechat.errors import MoechatError
+from moechat.models.cache_rollback import has_states
 from moechat.models.prompt_cache import CachedTokens
-from moechat.models.unverified_tokens import has_states
 from moechat.steps import Step
 
 
@@ -97,7 +97,7 @@ class Answer:
         self._drawn = 0
         self._first = 0.0
         self._pending: _Pending | None = None
-        self._lookup = PromptLookup(self._known, settings.expected)
+        self._lookup: PromptLookup | None = None  # made where there may be drafts
         self._ended = False
 
     def __iter__(self) -> Answer:
@@ -127,11 +127,15 @@ class Answer:
         return step
 
     def __del__(self) -> None:
+        # Garbage is collected at any place and in any thread, where nothing may be computed.
         if self.__dict__.get("_held") is not None:
-            self.close()
+            self._end(computes=False)
 
     def close(self) -> None:
         """End the answer; its tokens stay in the prompt cache. Harmless when repeated."""
+        self._end(computes=True)
+
+    def _end(self, *, computes: bool) -> None:
         finished, self._ended = self._ended, True
         pending, self._pending = self._pending, None
         held, self._held = self._held, None
@@ -140,9 +144,11 @@ class Answer:
         try:
             # As without drafts: all tokens of a complete answer, else all but the latest.
             drawn = finished or (pending is not None and not pending.right)
-            self._complete(held, pending, len(self._known) - (0 if drawn else 1))
+            wanted = len(self._known) - (0 if drawn else 1)
+            if self._computed >= self._prompt and self._keep_drawn(held, pending, wanted) and computes:
+                self._recompute(held, wanted)
         finally:
-            self.decoder.unverified.forget(held.cache)
+            self.decoder.rollback.forget(held.cache)
             self.decoder.end_request(self)
             self.decoder.keep(held, self._known[: self._computed], self._prompt)
 
@@ -256,7 +262,8 @@ class Answer:
         held.whole = not draft
         seconds = time.perf_counter() - begun
         decoder.lengths.passed(len(latest) + len(draft), seconds)
-        self.stats = replace(self.stats, guessed_tokens=self.stats.guessed_tokens + len(draft))
+        if draft:
+            self.stats = replace(self.stats, drafted_tokens=self.stats.drafted_tokens + len(draft))
         self._pending = _Pending(rows, seconds, match, draft, alone=len(latest) + len(draft) == 1)
 
     def _count(self, stats: Stats) -> None:
@@ -277,7 +284,8 @@ class Answer:
             latest = torch.tensor([[step.token_id]])
             self._history = torch.cat([self._history, latest], dim=1)
             self._known.append(step.token_id)
-            self._lookup.append(step.token_id)
+            if self._lookup is not None:
+                self._lookup.append(step.token_id)
         self._go_on(pending, None if step.finish_reason else step.token_id)
         self._count(
             replace(
@@ -301,14 +309,16 @@ class Answer:
         decoder = self.decoder
         left = self._settings.limit - self._drawn - 1  # tokens that may follow the next one
         most = min(self._settings.draft_tokens, left, decoder.most_verified - behind)
-        found = self._lookup.find() if most > 0 else None
-        count = 0
-        if found is not None:
-            again = has_states(self.cache)
-            count = decoder.lengths.choose(found.length, behind + most, behind, again=again)
-        if found is None or not count or not decoder.can_verify():
-            return found, []
-        return found, self._lookup.draft(found, count)
+        if most <= 0:
+            return None, []
+        if self._lookup is None:
+            self._lookup = PromptLookup(self._known, self._settings.expected)
+        found = self._lookup.find()
+        if found is None:
+            return None, []
+        again = has_states(self.cache)
+        count = decoder.lengths.choose(found.length, behind + most, behind, again=again)
+        return found, self._lookup.draft(found, count) if count and decoder.can_verify() else []
 
     def _go_on(self, pending: _Pending, token: int | None) -> None:
         """Go on with the pass if the drawn token was guessed; else the rest of its draft is wrong.
@@ -332,7 +342,7 @@ class Answer:
             lengths.verified(match.length, len(draft) if token is not None else pending.right, pending.right)
             assert self._held is not None
             self._settle(self._held)
-        elif token is not None:
+        elif token is not None and self._lookup is not None:
             lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == token))
 
     def _settle(self, held: CachedTokens) -> None:
@@ -341,24 +351,25 @@ class Answer:
         A cache with states goes back to what it was before the pass, unless all of its tokens were drawn. The
         next pass then computes the tokens since then again.
         """
-        self._computed = self.decoder.unverified.keep(held.cache, self._computed)
+        self._computed = self.decoder.rollback.keep(held.cache, self._computed)
         held.whole = True
 
-    def _complete(self, held: CachedTokens, pending: _Pending | None, wanted: int) -> None:
-        """At the end: keep the first ``wanted`` tokens in the cache, also where a draft was partly wrong."""
-        if self._computed < self._prompt:
-            return
+    def _keep_drawn(self, held: CachedTokens, pending: _Pending | None, wanted: int) -> bool:
+        """At the end, keep at most the first ``wanted`` tokens in the cache; returns whether some are missing
+        that can be computed.
+        """
         if pending is not None and pending.draft:
             self._computed = min(self._computed, wanted)
             self._settle(held)
-        again = self._known[self._computed : wanted]
-        if not again or not held.whole:
-            return
+        return held.whole and self._computed < wanted
+
+    def _recompute(self, held: CachedTokens, wanted: int) -> None:
+        """Compute drawn tokens again from which a cache with states has gone back."""
         held.whole = False
         with suppress(MoechatError):  # then the cache is good up to its last copy
-            held.whole = self.decoder.verify(again, [], held.cache) is not None
-        if held.whole:
-            self._computed = wanted
+            if self.decoder.verify(self._known[self._computed : wanted], [], held.cache) is not None:
+                self._computed = wanted
+            held.whole = True
 
 
 def _part_ended(held: CachedTokens, before: int, done: int) -> None:

@@ -22,7 +22,7 @@ class Stats:
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Tokens of the prompt that were already in the attention cache from the answer before.
         output_tokens: Tokens drawn so far.
-        guessed_tokens: Tokens that were guessed from the text so far, and computed with the one before them.
+        drafted_tokens: Tokens that were guessed from the text so far, and computed with the one before them.
         accepted_tokens: Those of them that were drawn then: they took no pass of their own.
         ttft_s: Seconds from the call of ``generate`` to the first token; 0 before it.
         tpot_s: Mean seconds for each token after the first; 0 before the second.
@@ -62,7 +62,7 @@ class Stats:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     output_tokens: int = 0
-    guessed_tokens: int = 0
+    drafted_tokens: int = 0
     accepted_tokens: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0

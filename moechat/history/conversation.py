@@ -99,7 +99,7 @@ class Conversation:
         """
         return self._remove(len(self.turns) - 1) if self.turns else None
 
-    def take_back(self, key: int) -> Turn | None:
+    def roll_back(self, key: int) -> Turn | None:
         """Like :meth:`undo`, for the stored turn with this key; ``None`` if it is not here.
 
         Another process may have added turns behind it; they stay.

@@ -105,7 +105,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return False
         return self.keys.shape[-2] + count <= self._reserved[0].shape[-2]
 
-    def take_back(self, count: int) -> None:
+    def roll_back(self, count: int) -> None:
         """Forget the last ``count`` tokens."""
         assert self._reserved is not None
         assert self.keys is not None
@@ -262,7 +262,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return keys.data_ptr() + at, head, values.data_ptr() + at, head, held, self.packed
 
     def make_room(self, count: int) -> bool:
-        """Make room for so many tokens, so that all of them can be taken back; whether that is possible."""
+        """Make room for so many tokens; returns whether they fit and can be rolled back."""
         if (
             self._reserved is None
             or self._records_past()
@@ -272,7 +272,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._make_room(count)
         return True
 
-    def take_back(self, count: int) -> None:
+    def roll_back(self, count: int) -> None:
         """Forget the last ``count`` tokens. REQUIRES: :meth:`make_room` before them."""
         end = self._start + self._held - count
         self.cumulative_length -= count

@@ -242,7 +242,7 @@ def usage(reply: Reply) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": reply.thought_tokens,
             "accepted_prediction_tokens": stats.accepted_tokens,
-            "rejected_prediction_tokens": stats.guessed_tokens - stats.accepted_tokens,
+            "rejected_prediction_tokens": stats.drafted_tokens - stats.accepted_tokens,
         },
     }
 

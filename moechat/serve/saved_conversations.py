@@ -152,7 +152,7 @@ class SavedConversations:
         def add(sessions: Sessions) -> dict[str, Any]:
             conversation = sessions.get(key)
             for each in undone:
-                conversation.take_back(each)
+                conversation.roll_back(each)
             for turn in turns:
                 conversation.add(turn)
             if fields.has("system"):

@@ -21,8 +21,8 @@ from moechat.configurator.systems import CacheSettings
 from moechat.engine.answer import TokenChooser
 from moechat.engine.drafts import DraftLengths, Match, PromptLookup
 from moechat.models.cache_memory import EMPTY
+from moechat.models.cache_rollback import CacheRollback
 from moechat.models.cache_states import tensors_of
-from moechat.models.unverified_tokens import UnverifiedTokens
 from moechat.offload.settings import OffloadOptions
 from moechat.steps import MOST_DRAFT
 
@@ -257,7 +257,7 @@ def test_an_answer_that_is_closed_leaves_the_cache_that_it_leaves_without_guesse
             with closing(engine.generate_in_turns(PROMPT, draft_tokens=draft, **options)) as steps:
                 for _ in range(count):
                     next(steps)
-            assert not engine.decoder.unverified.any
+            assert not engine.decoder.rollback.in_use
             found.append(kept(engine))
         assert found[0][0] == found[1][0]
         assert len(found[0][0]) == len(PROMPT) + count - 1
@@ -270,13 +270,13 @@ def test_an_answer_that_ends_inside_a_draft_leaves_the_cache_that_it_leaves_with
 ) -> None:
     engine = family_engine
     partly = []
-    keep = engine.decoder.unverified.keep
+    keep = engine.decoder.rollback.keep
 
     def counting(cache: Any, tokens: int) -> int:
         partly.append(cache.get_seq_length() > tokens)
         return keep(cache, tokens)
 
-    monkeypatch.setattr(engine.decoder.unverified, "keep", counting)
+    monkeypatch.setattr(engine.decoder.rollback, "keep", counting)
     for count in range(20, 32):
         found = []
         for draft in (0, MOST_DRAFT):
@@ -308,22 +308,22 @@ def test_an_interruption_behind_a_pass_with_a_draft_leaves_no_guesses(
             patch.setattr(owner, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 answer(engine)
-        assert not engine.decoder.unverified.any
+        assert not engine.decoder.rollback.in_use
         assert answer(engine) == wanted
         assert engine.stats.accepted_tokens > 0
 
 
 def test_only_the_cache_with_guesses_is_taken_back(family_engine: Engine) -> None:
-    decoder, unverified = family_engine.decoder, UnverifiedTokens()
+    decoder, rollback = family_engine.decoder, CacheRollback()
     with torch.inference_mode():
         (_, ours), (_, other) = (decoder.feed(PROMPT[:20], decoder.new_cache()) for _ in range(2))
-        assert unverified.begin(ours, 4)
+        assert rollback.begin(ours, 4)
         assert family_engine.passes.run_successive([5, 6, 7, 8], ours) is not None
-        assert unverified.keep(other, 3) == 3
-        unverified.forget(other)
-        assert unverified.any
-        assert unverified.keep(ours, 22) in (20, 22)
-        assert not unverified.any
+        assert rollback.keep(other, 3) == 3
+        rollback.forget(other)
+        assert rollback.in_use
+        assert rollback.keep(ours, 22) in (20, 22)
+        assert not rollback.in_use
         assert ours.get_seq_length() in (20, 22)
         assert other.get_seq_length() == 20
 
@@ -349,7 +349,7 @@ def test_a_pass_with_a_draft_that_fails_leaves_the_engine_usable(
         patch.setattr(engine.passes, "run_successive", failing)
         with pytest.raises(MoechatError, match="disk is gone"):
             list(steps)
-    assert not engine.decoder.unverified.any
+    assert not engine.decoder.rollback.in_use
     assert answer(engine) == wanted
 
 
@@ -402,7 +402,7 @@ def test_answers_side_by_side_share_the_one_place_for_guesses(demo: Engine) -> N
             step = next(turns, None)
             if step is not None:
                 found[number].append(step.token_id)
-            if demo.decoder.unverified.any:
+            if demo.decoder.rollback.in_use:
                 with_drafts.add(number)
     assert found == wanted
     assert with_drafts
@@ -412,11 +412,13 @@ def test_an_expected_text_is_guessed_and_changes_nothing(demo: Engine) -> None:
     question = [{"role": "user", "content": "Tell me a story about a fox named Mia and a red kite."}]
     wanted = list(demo.generate(question, temperature=0.0, draft_tokens=0))
     text = "".join(step.text for step in wanted)
-    for expected, least in ((text, len(wanted) // 2), ("Nothing of this is said.", 0)):
+    half = len(wanted) // 2
+    # Of a long text the beginning counts.
+    for expected, least in ((text, half), (text + " zebra" * 20_000, half), ("Nothing of this is said.", 0)):
         demo.drop_prompt_cache()
         assert list(demo.generate(question, temperature=0.0, expected=expected)) == wanted
         assert demo.stats.accepted_tokens >= least
-        assert demo.stats.guessed_tokens >= demo.stats.accepted_tokens
+        assert demo.stats.drafted_tokens >= demo.stats.accepted_tokens
     with pytest.raises(UsageError, match="expected is of type int"):
         demo.generate("a", expected=3)  # type: ignore[arg-type]
 
@@ -426,13 +428,26 @@ def test_drafts_of_a_wrong_number_are_refused(demo: Engine) -> None:
         demo.generate("a", draft_tokens=16)
 
 
-def test_of_a_long_expected_text_the_beginning_counts(demo: Engine) -> None:
-    question = [{"role": "user", "content": "Tell me a story about a fox named Mia and a red kite."}]
-    wanted = list(demo.generate(question, temperature=0.0, draft_tokens=0))
-    text = "".join(step.text for step in wanted) + " zebra" * 20_000
-    demo.drop_prompt_cache()
-    assert list(demo.generate(question, temperature=0.0, expected=text)) == wanted
-    assert demo.stats.accepted_tokens > len(wanted) // 2
+@pytest.mark.usefixtures("bold")
+def test_an_answer_that_is_garbage_computes_nothing(
+    family_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = family_engine
+    engine.drop_prompt_cache()
+    wanted = answer(engine, draft_tokens=0)
+    computed: list[Sequence[int]] = []
+    for count in range(20, 30):
+        engine.drop_prompt_cache()
+        steps = engine.generate_in_turns(PROMPT, max_new_tokens=60, temperature=0.0, logit_bias=BIAS)
+        for _ in range(count):
+            next(steps)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.passes, "run_successive", lambda tokens, _: computed.append(tokens))
+            del steps
+        assert not engine.decoder.rollback.in_use
+        more = count + 1
+        assert answer(engine, [*PROMPT, *wanted[:more]], 60 - more, draft_tokens=0) == wanted[more:]
+    assert computed == []
 
 
 def test_drafts_of_the_settings_file_do_not_exclude_other_servers() -> None:

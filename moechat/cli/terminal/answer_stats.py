@@ -14,8 +14,8 @@ _TITLES = {
     "prompt_tokens": "prompt tokens",
     "reused_tokens": "reused tokens",
     "output_tokens": "answer tokens",
-    "guessed_tokens": "guessed tokens",
-    "accepted_tokens": "guessed tokens that were right",
+    "drafted_tokens": "draft tokens",
+    "accepted_tokens": "accepted draft tokens",
     "ttft_s": "time to first token",
     "tpot_s": "time per token after it",
     "busy_s": "total time",
@@ -46,7 +46,7 @@ _TITLES = {
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
 # Hidden if 0 or empty.
 _IF_ANY = {
-    "guessed_tokens",
+    "drafted_tokens",
     "accepted_tokens",
     "preloaded_bytes",
     "shared_bytes",

@@ -21,6 +21,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.cache_argument import CACHE
+from moechat.models.cache_rollback import make_room
 from moechat.models.cache_states import tensors_of
 from moechat.models.decode.ends import ModelEnds
 from moechat.models.decode.layer_check import stub_experts
@@ -255,8 +256,8 @@ class TogetherPass:
         for count in counts:
             tokens, positions = ids[held : held + count], range(held, held + count)
             held += count
-            room = [layer.make_room(count) for layer in ours.layers if hasattr(layer, "make_room")]
-            found = self._logits(tokens, [ours] * count, positions, pairs, ends) if all(room) else None
+            room = make_room(ours, count)
+            found = self._logits(tokens, [ours] * count, positions, pairs, ends) if room else None
             if found is None or not torch.equal(
                 found, torch.cat([self._alone(token, theirs) for token in tokens])
             ):

@@ -1,4 +1,4 @@
-"""Takes an attention cache back from tokens that were guessed and turned out to be wrong.
+"""Rolls an attention cache back from draft tokens that were rejected.
 
 Keys and values are cut, also those of a sliding window, whose memory still has what left it. States of linear
 attention and convolutions are overwritten by every token; they go back to copies of what was there before.
@@ -20,7 +20,7 @@ _KNOWN = (*_KEYS, StateLayer, *EMPTY)
 
 
 def make_room(cache: Any, count: int) -> bool:
-    """Make room for so many tokens; returns whether the cache can take them, and be taken back from them."""
+    """Make room for so many tokens; returns whether they fit and can be rolled back."""
     if type(cache) is not DynamicCache or not all(type(layer) in _KNOWN for layer in cache.layers):
         return False
     return all(layer.make_room(count) for layer in cache.layers if isinstance(layer, _KEYS))
@@ -31,8 +31,8 @@ def has_states(cache: Any) -> bool:
     return any(type(layer) is StateLayer for layer in getattr(cache, "layers", ()))
 
 
-class UnverifiedTokens:
-    """Tokens at the end of one attention cache at a time. Keeps the memory of its copies between passes."""
+class CacheRollback:
+    """Draft tokens at the end of one attention cache at a time. Keeps the memory of copies between passes."""
 
     # Invariant: _cache is None while no cache has such tokens; else it had _before tokens without them, and
     # _copies are the states that it had then. It is set once they are, and only its owner's calls change it.
@@ -42,20 +42,20 @@ class UnverifiedTokens:
         self._copies: dict[tuple[int, str, int], torch.Tensor] = {}
 
     @property
-    def any(self) -> bool:
+    def in_use(self) -> bool:
         """Whether a cache has such tokens."""
         return self._cache is not None
 
     @torch.inference_mode()
     def begin(self, cache: Any, count: int) -> bool:
-        """Make room for a pass of so many tokens, of which the last may turn out to be wrong.
+        """Make room for a pass of so many tokens, of which the last may be rejected.
 
         REQUIRES: no other cache has such tokens.
 
         Returns:
-            Whether the layers of the cache can take them, and can be taken back.
+            Whether they fit and can be rolled back.
         """
-        assert not self.any
+        assert not self.in_use
         if not make_room(cache, count):
             return False
         held = set()
@@ -72,7 +72,7 @@ class UnverifiedTokens:
 
     @torch.inference_mode()
     def keep(self, cache: Any, tokens: int) -> int:
-        """Keep some of the tokens of a cache, and take it back from the others.
+        """Keep some of the tokens of a cache, and roll it back from the others.
 
         Args:
             cache: Of :meth:`begin`; nothing happens to another one.
@@ -89,7 +89,7 @@ class UnverifiedTokens:
                 excess, tokens = cache.get_seq_length() - self._before, self._before
             for layer in cache.layers:
                 if isinstance(layer, _KEYS):
-                    layer.take_back(excess)
+                    layer.roll_back(excess)
             for (number, kind, place), state in self._copies.items():
                 getattr(cache.layers[number], kind)[place].copy_(state)
         self._cache = None
@@ -102,7 +102,7 @@ class UnverifiedTokens:
 
     def release(self) -> None:
         """Free the memory of the copies, unless a cache has such tokens."""
-        if not self.any:
+        if not self.in_use:
             self._copies = {}
 
     def _copy(self, place: tuple[int, str, int], state: torch.Tensor) -> None:
