@@ -171,6 +171,7 @@ class MemoryPlan:
         wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once,
             and each expert computes many tokens;
             0: those of a pass.
+        mtp: The head for multi-token prediction, if there is one and memory was left for it.
     """
 
     budget: int
@@ -190,16 +191,19 @@ class MemoryPlan:
     context: int
     context_limited: bool
     wave: int = 0
+    mtp: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """All uses of the budget, experts last."""
+        head = (Part("multi-token prediction", self.mtp, "counted"),) if self.mtp else ()
         return (
             Part(self.base_name, self.base, self.basis),
             Part("dense weights", self.dense, "counted"),
             Part("attention cache", self.kv, "counted"),
             Part("workspace", self.workspace + self.scratch, "estimate"),
             Part("margin", self.margin, "estimate"),
+            *head,
             Part("experts", self.expert_bytes, "counted"),
         )
 

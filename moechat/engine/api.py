@@ -221,7 +221,9 @@ class Engine:
         if self.loaded.check is not None:
             self.loaded.check.close()
         # No local name keeps the model: a GPU's memory is returned only when the weights are gone.
-        self.passes.loaded = replace(self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
+        self.passes.loaded = replace(
+            self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None, mtp=None
+        )
         self.loaded.store.release()
         self._meter.close()
         self.decoder.prompt_cache.drop()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moechat.engine.answer import AnswerText
-from moechat.engine.drafts import DraftLengths
+from moechat.engine.draft_lengths import DraftLengths
 from moechat.engine.grammar import GrammarCompiler
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
@@ -18,6 +18,7 @@ from moechat.loading.model import LoadedModel
 from moechat.models.attention_cache import reserve_tokens
 from moechat.models.cache_argument import cache_of
 from moechat.models.cache_rollback import CacheRollback, make_room
+from moechat.models.mtp_head import MtpHead
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
@@ -121,6 +122,7 @@ class Decoder:
         computed: Callable[[int], None] = lambda _: None,
         passed: Passed | None = None,
         ended: Callable[[int], None] = lambda _: None,
+        states: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Compute the chunks of a wave, or one pass, behind the tokens in a cache.
 
@@ -131,13 +133,21 @@ class Decoder:
             passed: As for :meth:`PassRunner.run_wave`.
             ended: Called at the end of each chunk, in a wave at the end of the wave, with the number of
                 tokens.
+            states: Takes the hidden states of each chunk in order, ``[1, tokens, hidden]``, where the model
+                has a head for multi-token prediction.
         """
+
+        def take(_begin: int, _output: Any) -> None:
+            if states is not None and self.head is not None and self.head.hidden.rows is not None:
+                states(self.head.hidden.rows)
+
         total, done = sum(chunk.shape[1] for chunk in chunks), 0
         if len(chunks) > 1:
             output = self.passes.run_wave(
                 chunks,
                 cache,
                 tick=lambda share: computed(int(share * total)),
+                each=None if states is None else take,
                 passed=passed,
                 **self._last_only,
             )
@@ -149,6 +159,7 @@ class Decoder:
                 return output.logits[0, -1], cache_of(output)
         for chunk in chunks:
             logits, cache = self.step(chunk, cache)
+            take(done, None)
             done += chunk.shape[1]
             ended(done)
             computed(done)
@@ -172,6 +183,11 @@ class Decoder:
             near.begin_tokens(ids[0].tolist())
         output = self.passes.run(ids, cache, **self._last_only)
         return output.logits[0, -1], cache_of(output)
+
+    @property
+    def head(self) -> MtpHead | None:
+        """The model's head for multi-token prediction, if it has one."""
+        return self.passes.loaded.mtp
 
     @property
     def most_verified(self) -> int:
@@ -284,12 +300,16 @@ class Decoder:
             except BaseException:
                 self.prompt_cache.give_up(held)
                 raise
+        if self.head is not None and held.head is None:
+            held.head = self.head.new_cache(held.capacity or self.passes.loaded.plan.context)
         return held
 
     def reserve(self, held: CachedTokens, tokens: int) -> None:
         """Give a cache of :meth:`take_cache` memory for so many tokens; other conversations make room."""
         if self.prompt_cache.grow(held, tokens):
             reserve_tokens(held.cache, held.capacity)
+            if held.head is not None:
+                reserve_tokens(held.head, held.capacity)
 
     def begin_stats(self, prompt: int, reused: int, seed: int) -> Stats:
         """The statistics of an answer that begins; :attr:`stats` are these from now on."""
@@ -365,4 +385,9 @@ def _room(loaded: LoadedModel) -> CacheRoom | None:
     """The memory that caches share; ``None`` where each takes that of a whole context at once."""
     if loaded.accelerator is not None or not loaded.cache.reserved:
         return None
-    return CacheRoom(loaded.cache.nbytes, loaded.plan.context, loaded.conversations)
+    head = loaded.mtp
+
+    def nbytes(tokens: int) -> int:
+        return loaded.cache.nbytes(tokens) + (0 if head is None else head.cache.nbytes(tokens))
+
+    return CacheRoom(nbytes, loaded.plan.context, loaded.conversations)

@@ -158,6 +158,14 @@ class PassRunner:
         )
         return found
 
+    def run_head(self, compute: Callable[[], Any]) -> Any:
+        """Result of a computation of the model's head for multi-token prediction.
+
+        Raises:
+            MoechatError: As :meth:`run`.
+        """
+        return self._try(lambda _: compute())
+
     def run_wave(
         self,
         chunks: Sequence[torch.Tensor],

@@ -1,6 +1,6 @@
 """One answer under way: its prompt is computed in passes, then its tokens are drawn one after the other.
 
-A pass may have a draft of the next tokens (:mod:`moechat.engine.drafts`). Tokens are drawn behind each of
+A pass may have a draft of the next tokens (:mod:`moechat.engine.guesses`). Tokens are drawn behind each of
 them for as long as they are those of the draft.
 """
 
@@ -17,12 +17,13 @@ import torch
 
 from moechat.engine.answer import AnswerSettings, AnswerText, TokenChooser
 from moechat.engine.decoder import Decoder
-from moechat.engine.drafts import Match, PromptLookup
+from moechat.engine.guesses import Draft, Guesses
 from moechat.engine.stats import Stats
 from moechat.errors import MoechatError
-from moechat.models.cache_rollback import has_states
 from moechat.models.prompt_cache import CachedTokens
 from moechat.steps import Step
+
+_NO_DRAFT = Draft()
 
 
 @dataclass
@@ -32,7 +33,6 @@ class _Pending:
     Attributes:
         rows: ``[vocabulary]`` behind the latest token, then behind each token of the draft.
         seconds: What their pass took, or the answer's share of it.
-        match: Where the text was found before; ``None``: nowhere, or it was not looked for.
         draft: Tokens that were guessed and computed.
         right: Guesses that have been drawn.
         alone: The pass had no other token of this answer.
@@ -40,8 +40,7 @@ class _Pending:
 
     rows: Sequence[torch.Tensor]
     seconds: float
-    match: Match | None = None
-    draft: Sequence[int] = ()
+    draft: Draft = _NO_DRAFT
     right: int = 0
     alone: bool = True
 
@@ -97,7 +96,7 @@ class Answer:
         self._drawn = 0
         self._first = 0.0
         self._pending: _Pending | None = None
-        self._lookup: PromptLookup | None = None  # made where there may be drafts
+        self._guesses: Guesses | None = None  # where there may be drafts
         self._ended = False
 
     def __iter__(self) -> Answer:
@@ -212,6 +211,8 @@ class Answer:
         self._waves = decoder.waves(parts)
         decoder.choose_copies(self._held, parts, self._prompt)
         decoder.begin_request(self, self._known)
+        if self._settings.draft_tokens and decoder.passes.most_successive:
+            self._guesses = Guesses(decoder, self._held, self._known, self._settings)
         self._progress(reused, self._prompt)
 
     def _compute(self) -> bool:
@@ -225,15 +226,23 @@ class Answer:
         begun = time.perf_counter()
         chunks = self._waves.pop(0)
         self.begin_pass()
+        guesses = self._guesses
+        states: list[torch.Tensor] = []
         logits, held.cache = decoder.advance(
             chunks,
             held.cache,
             partial(_advanced, self._progress, self._computed, self._prompt),
             partial(_layer_passed, held, self._computed),
             partial(_part_ended, held, self._computed),
+            states.append if guesses is not None and guesses.reads_hidden_states else None,
         )
+        before = self._computed
         self._computed += sum(chunk.shape[1] for chunk in chunks)
         held.whole = True
+        for rows in states:
+            assert guesses is not None
+            guesses.computed(before, rows)
+            before += rows.shape[1]
         self._count(decoder.meter.add(self.stats))
         if self._waves:
             return False
@@ -242,15 +251,17 @@ class Answer:
 
     def _compute_token(self, held: CachedTokens) -> None:
         """Compute the latest token, and a draft where one is expected to be worth it."""
-        decoder, latest = self.decoder, self._known[self._computed :]
-        match, draft = self._guess(len(latest))
+        decoder, latest, before = self.decoder, self._known[self._computed :], self._computed
+        guessing = time.perf_counter()
+        found = self._guess(len(latest))
+        draft = found.tokens
         decoder.meter.start()
         begun = time.perf_counter()
         self.begin_pass(len(latest) + len(draft))
         several = draft or len(latest) > 1
         rows: Sequence[torch.Tensor] | None = decoder.verify(latest, draft, held.cache) if several else None
         if rows is None:
-            draft = []
+            found, draft = replace(found, tokens=(), by_head=False), ()
             for token in latest:
                 decoder.begin_token(self, token)
                 logits, held.cache = decoder.step(torch.tensor([[token]]), held.cache)
@@ -260,11 +271,13 @@ class Answer:
             self._count(decoder.meter.add_shares([self.stats])[0])
         self._computed += len(latest)
         held.whole = not draft
-        seconds = time.perf_counter() - begun
-        decoder.lengths.passed(len(latest) + len(draft), seconds)
+        now = time.perf_counter()
+        decoder.lengths.passed(len(latest) + len(draft), now - begun)
         if draft:
             self.stats = replace(self.stats, drafted_tokens=self.stats.drafted_tokens + len(draft))
-        self._pending = _Pending(rows, seconds, match, draft, alone=len(latest) + len(draft) == 1)
+        if self._guesses is not None and decoder.head is not None:
+            self._guesses.computed_until(before + len(latest) + len(draft), decoder.head.hidden.rows)
+        self._pending = _Pending(rows, now - guessing, found, alone=len(latest) + len(draft) == 1)
 
     def _count(self, stats: Stats) -> None:
         self.stats = self.decoder.stats = stats
@@ -284,8 +297,8 @@ class Answer:
             latest = torch.tensor([[step.token_id]])
             self._history = torch.cat([self._history, latest], dim=1)
             self._known.append(step.token_id)
-            if self._lookup is not None:
-                self._lookup.append(step.token_id)
+            if self._guesses is not None:
+                self._guesses.append(step.token_id)
         self._go_on(pending, None if step.finish_reason else step.token_id)
         self._count(
             replace(
@@ -300,25 +313,17 @@ class Answer:
 
     # ---- drafts
 
-    def _guess(self, behind: int) -> tuple[Match | None, list[int]]:
-        """Where the text was found before, and the draft that follows, which may be empty.
+    def _guess(self, behind: int) -> Draft:
+        """What may follow the text.
 
         Args:
             behind: Tokens that the pass computes in any case.
         """
-        decoder = self.decoder
+        if self._guesses is None:
+            return _NO_DRAFT
         left = self._settings.limit - self._drawn - 1  # tokens that may follow the next one
-        most = min(self._settings.draft_tokens, left, decoder.most_verified - behind)
-        if most <= 0:
-            return None, []
-        if self._lookup is None:
-            self._lookup = PromptLookup(self._known, self._settings.expected)
-        found = self._lookup.find()
-        if found is None:
-            return None, []
-        again = has_states(self.cache)
-        count = decoder.lengths.choose(found.length, behind + most, behind, again=again)
-        return found, self._lookup.draft(found, count) if count and decoder.can_verify() else []
+        most = min(self._settings.draft_tokens, left, self.decoder.most_verified - behind)
+        return self._guesses.draft(behind, most)
 
     def _go_on(self, pending: _Pending, token: int | None) -> None:
         """Go on with the pass if the drawn token was guessed; else the rest of its draft is wrong.
@@ -327,7 +332,7 @@ class Answer:
             pending: The pass.
             token: The drawn one; ``None``: the answer has ended.
         """
-        draft, match, lengths = pending.draft, pending.match, self.decoder.lengths
+        draft = pending.draft.tokens
         if pending.right < len(draft) and draft[pending.right] == token:
             pending.right += 1
             pending.seconds = 0.0
@@ -335,15 +340,11 @@ class Answer:
             self.stats = replace(self.stats, accepted_tokens=self.stats.accepted_tokens + 1)
             return
         self._pending = None
-        if match is None:
-            return
+        if self._guesses is not None:
+            self._guesses.verified(pending.draft, pending.right, token)
         if draft:
-            # What follows the end of an answer is not known.
-            lengths.verified(match.length, len(draft) if token is not None else pending.right, pending.right)
             assert self._held is not None
             self._settle(self._held)
-        elif token is not None and self._lookup is not None:
-            lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == token))
 
     def _settle(self, held: CachedTokens) -> None:
         """Take the cache back to the drawn tokens.
@@ -353,12 +354,14 @@ class Answer:
         """
         self._computed = self.decoder.rollback.keep(held.cache, self._computed)
         held.whole = True
+        if self._guesses is not None:
+            self._guesses.forget_rejected()
 
     def _keep_drawn(self, held: CachedTokens, pending: _Pending | None, wanted: int) -> bool:
         """At the end, keep at most the first ``wanted`` tokens in the cache; returns whether some are missing
         that can be computed.
         """
-        if pending is not None and pending.draft:
+        if pending is not None and pending.draft.tokens:
             self._computed = min(self._computed, wanted)
             self._settle(held)
         return held.whole and self._computed < wanted

@@ -20,6 +20,7 @@ from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
 from moechat.loading.learned import requests_for
 from moechat.loading.model import LoadedModel, Progress, Report
+from moechat.loading.mtp import load_mtp
 from moechat.loading.weights import load_weights
 from moechat.models.outlining import outline_skeleton
 from moechat.models.skeleton import Skeleton, build_skeleton, config_from
@@ -162,6 +163,9 @@ def _load(
         decoder = placement.decoder(
             skeleton.model, parts, dtype, upkeep.notify, graphs=uses_graphs(outline, memory)
         )
+    head = None
+    if mapped and gpu is None:
+        head, plan = load_mtp(store, config, skeleton.model, dtype, options, plan, placement, report)
     loaded = LoadedModel(
         store=store,
         config=config,
@@ -180,6 +184,7 @@ def _load(
         decoder=decoder,
         conversations=options.conversations,
         check=BackgroundCheck(store, user_paths().state, mapped=tier is None),
+        mtp=head,
     )
     if tier is None:
         loaded.map_experts()

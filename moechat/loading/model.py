@@ -13,6 +13,7 @@ from moechat.budget.memory_plan import MemoryPlan
 from moechat.models.attention_cache import new_cache
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
+from moechat.models.mtp_head import MtpHead
 from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.experts import ExpertCounters, ExpertLayer, attach
@@ -78,6 +79,7 @@ class LoadedModel:
         decoder: Calls the model with fewer launches on the GPU; ``None``: call the model.
         conversations: Attention caches that the plan has memory for.
         check: Verifies files of the store again while the program waits; ``None``: nothing does.
+        mtp: The head for multi-token prediction; ``None``: there is none.
     """
 
     store: Store
@@ -97,6 +99,7 @@ class LoadedModel:
     decoder: PassDecoder | None
     conversations: int = 1
     check: BackgroundCheck | None = None
+    mtp: MtpHead | None = None
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,7 @@ import torch
 
 from moechat.config import user_paths
 from moechat.loading.model import Progress, Report
-from moechat.models.dense import load_dense
+from moechat.models.dense import EncodedTensorSource, load_dense
 from moechat.models.dense_form import DenseForm
 from moechat.models.packed import keep_layers, kept_bytes, pack_layers
 from moechat.models.packed_file import PackedFile
@@ -22,6 +22,8 @@ def load_weights(
     dtype: torch.dtype,
     placement: ModelPlacement,
     report: Report,
+    *,
+    source: EncodedTensorSource | None = None,
 ) -> None:
     """Load the dense weights of a store into a skeleton.
 
@@ -34,13 +36,15 @@ def load_weights(
         dtype: Type that the dense part computes in.
         placement: Owner of the memory of packed layers.
         report: Called with the progress of packing.
+        source: Tensors of the store; ``None``: all its dense ones.
 
     Raises:
         CheckpointError: A weight is missing or has another shape than the configuration says.
         DoesNotFitError: The packed weights do not fit.
         StoreDamagedError: A file became shorter meanwhile, or its disk fails.
     """
-    load_dense(skeleton, store.dense, form)
+    tensors = store.dense if source is None else source
+    load_dense(skeleton, tensors, form)
     store.require_readable()
     if not form.quantised and not form.kept_linears:
         return
@@ -48,7 +52,7 @@ def load_weights(
     hashes = {name: record.sha256 for name, record in records if name.startswith(DENSE_PREFIX)}
     file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
     memory = placement.packed_memory(file.nbytes + kept_bytes(form), form, dtype)
-    keep_layers(skeleton, store.dense, form, memory, at=file.nbytes)
+    keep_layers(skeleton, tensors, form, memory, at=file.nbytes)
     if not form.quantised:
         return
     used = sorted({bits for name in form.quantised for _, _, bits in form.parts_of(name)}, key=str)
@@ -60,7 +64,7 @@ def load_weights(
 
     pack_layers(
         skeleton,
-        store.dense,
+        tensors,
         form,
         file,
         packed,

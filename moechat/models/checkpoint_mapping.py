@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.geometry import WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.models.checkpoint_checks import about_config, require_each_expert, require_no_further_layers
 from moechat.models.expert_tensors import named_experts, plan_named_layer
 from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
+from moechat.models.mtp import MTP_TYPES, build_mtp_skeleton, mtp_names
 from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, config_from, experts_geometry
 from moechat.store.checkpoint import Checkpoint
@@ -161,6 +162,9 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     weight_type = _weight_type(checkpoint, layers)
     geometry = experts_geometry(skeleton.experts, 16, weight_type)
     kept, not_kept = kept_encodings(checkpoint, geometry, layers)
+    head = None if named else _plan_mtp(checkpoint, config, unused, geometry, weight_type, kept)
+    if head is not None:
+        dense_keys = sorted([*dense_keys, *head[1]], key=_natural)
     plan = CheckpointPlan(
         model_type=config.model_type,
         experts=geometry,
@@ -170,6 +174,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         read_before=() if reads is None else _read_before(reads, dense, len(layers)),
         kept=kept,
         not_kept=not_kept,
+        mtp=None if head is None else head[0],
     )
     _check_dense(skeleton, checkpoint, dense)
     made = {name for target in targets.values() for name in target.names}
@@ -179,6 +184,51 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
             f"{checkpoint.title} lacks {len(missing)} tensors of the model, first {missing[0]!r}"
         )
     return plan
+
+
+def _plan_mtp(
+    checkpoint: Checkpoint,
+    config: Any,
+    unused: list[str],
+    geometry: ExpertGeometry,
+    weight_type: WeightType,
+    kept: tuple[tuple[str, str], ...],
+) -> tuple[ExpertLayerSource, list[str]] | None:
+    """The experts and the dense tensors of a head for multi-token prediction.
+
+    Args:
+        checkpoint: The checkpoint.
+        config: Its configuration.
+        unused: Tensors that the model without the head does not use.
+        geometry: Of the model's experts.
+        weight_type: Of the model's experts in the checkpoint.
+        kept: Encodings that a store keeps; those of the head have to be the same in all layers.
+
+    Returns:
+        ``None``: there is none that can be used.
+    """
+    text = config.get_text_config()
+    if config.model_type not in MTP_TYPES or len(set(kept)) > 1 or geometry.layer_gates:
+        return None
+    skeleton = build_mtp_skeleton(config, torch.float32)
+    (entry,) = skeleton.experts
+    keys = mtp_names(skeleton, unused, text.num_hidden_layers)
+    targets, _ = map_keys(skeleton, keys)
+    for target in targets.values():
+        target.sources = {pattern: [keys[own] for own in names] for pattern, names in target.sources.items()}
+    made = {name for target in targets.values() for name in target.names}
+    if missing_dense(skeleton, made) or entry.geometry(16, geometry.weight_type) != geometry:
+        return None
+    dense = [target for name, target in targets.items() if name not in skeleton.expert_names]
+    try:
+        _check_dense(skeleton, checkpoint, dense)
+        experts = replace(_plan_layer(entry, targets, checkpoint), layer=text.num_hidden_layers)
+        same_type = _weight_type(checkpoint, (experts,)) is weight_type
+    except (CheckpointError, UnsupportedModelError):
+        return None  # the model runs without it
+    if not same_type or (kept and kept_encodings(checkpoint, geometry, [experts])[0] != kept[:1]):
+        return None
+    return experts, [key for target in dense for key in target.keys]
 
 
 def _read_before(

@@ -67,6 +67,8 @@ class CachedTokens:
         whole: No pass is under way, nor was one interrupted, and no guessed tokens are in the cache.
         capacity: Tokens that the cache reserves memory for, where caches share a :class:`CacheRoom`.
         credit: The cache with the least of it makes room for others; see :class:`PromptCache`.
+        head: Attention cache of the model's head for multi-token prediction, ``None``: it has none. It may
+            have fewer tokens.
     """
 
     cache: Any = None
@@ -79,6 +81,7 @@ class CachedTokens:
     whole: bool = True
     capacity: int = 0
     credit: int = 0
+    head: Any = None
     _ends: set[int] = field(default_factory=set)
     _wanted: set[int] = field(default_factory=set)
     _afresh: bool = True
@@ -117,6 +120,8 @@ class CachedTokens:
                 _cut(self.cache, position)
             else:
                 self.copies[position].restore(self.cache, position)
+            if self.head is not None:
+                _cut(self.head, max(0, position - 1))  # an entry depends on the token behind it
         self.tokens = self.tokens[:position]
         self.fresh = min(self.fresh, position)
         if position <= self.answered:

@@ -19,6 +19,7 @@ from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    MTP_EXPERTS,
     LayerRecord,
     Manifest,
     Quantisation,
@@ -213,7 +214,7 @@ def _manifest(
     revision: str | None,
     remarks: Mapping[str, str],
 ) -> Manifest:
-    experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
+    experts = [file for file in outline.files if isinstance(file, ExpertsFile) and file.name != MTP_EXPERTS]
     return Manifest(
         source=SourceRecord(source_name, revision, checkpoint.fingerprint(), plan.weight_type),
         created_by=build_versions() | dict(remarks),

@@ -143,6 +143,8 @@ class CheckpointPlan:
         kept: For each of ``layers`` the encodings of gate and up and of down, if a store can keep them; see
             :attr:`ExpertGeometry.kept`.
         not_kept: Why experts that are quantised cannot be kept; empty if they can, or are not quantised.
+        mtp: The experts of the head for multi-token prediction; ``None``: there is none. Its other tensors
+            are among ``dense_keys``.
     """
 
     model_type: str
@@ -153,6 +155,12 @@ class CheckpointPlan:
     read_before: tuple[tuple[str, ...], ...] = ()
     kept: tuple[tuple[str, str], ...] = ()
     not_kept: str = ""
+    mtp: ExpertLayerSource | None = None
+
+    @property
+    def stored_layers(self) -> tuple[ExpertLayerSource, ...]:
+        """All layers whose experts a store holds: ``layers``, then that of the head."""
+        return self.layers if self.mtp is None else (*self.layers, self.mtp)
 
     def reads_by_layer(self) -> dict[int, frozenset[str]]:
         """By decoder layer with experts, all dense tensors that a pass reads up to its experts."""
@@ -184,4 +192,6 @@ class CheckpointPlan:
 
     def expert_tensors(self) -> frozenset[str]:
         """Names of all tensors that hold routed experts."""
-        return frozenset(key for layer in self.layers for expert in layer.experts for key in expert.tensors())
+        return frozenset(
+            key for layer in self.stored_layers for expert in layer.experts for key in expert.tensors()
+        )

@@ -36,6 +36,9 @@ _QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights of 2 to 4 bits; at 8 and 16 bits the formats are the same.
 _SAME_FROM_BITS = 8
 MANIFEST_NAME = "manifest.json"
+# File with the experts of the head for multi-token prediction. A store need not have one, and versions that
+# do not know it leave it alone.
+MTP_EXPERTS = "experts-mtp.safetensors"
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_LAYERS = 100_000
 _ROOT_FIELDS = ["format_version", "source", "created_by", "model_type", "geometry", "layers"]
@@ -194,6 +197,19 @@ class Manifest:
         """Bytes of all files that the manifest lists."""
         return sum(record.bytes for record in self.files.values())
 
+    @property
+    def mtp(self) -> LayerRecord | None:
+        """The experts of the head for multi-token prediction, as another layer behind the last one."""
+        if MTP_EXPERTS not in self.files:
+            return None
+        last = self.layers[-1]
+        return LayerRecord(last.layer + 1, last.module, MTP_EXPERTS)
+
+    @property
+    def stored_layers(self) -> tuple[LayerRecord, ...]:
+        """``layers``, then :attr:`mtp`, if there is one."""
+        return self.layers if self.mtp is None else (*self.layers, self.mtp)
+
     def to_bytes(self) -> bytes:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
@@ -317,7 +333,7 @@ class Manifest:
             raise ValueError(f"kept has {len(self.geometry.kept)} layers of {len(self.layers)}")
         if self.geometry.layer_gates and len(self.geometry.layer_gates) != len(self.layers):
             raise ValueError(f"layer_gates has {len(self.geometry.layer_gates)} layers of {len(self.layers)}")
-        names = [item.file for item in self.layers]
+        names = [item.file for item in self.stored_layers]
         if len(set(names)) != len(names):
             raise ValueError("two layers share a file")
         for name in ("config.json", *names):

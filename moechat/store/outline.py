@@ -11,6 +11,7 @@ from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.encoded_file import encodings_header, planned_dense
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef
+from moechat.store.manifest import MTP_EXPERTS
 from moechat.store.safetensors_file import (
     DIRECT_IO_ALIGNMENT,
     DTYPE_BITS,
@@ -85,7 +86,7 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
     """
     geometry = plan.geometry(bits)
     _check_plan(checkpoint, plan)
-    for layer in plan.layers:
+    for layer in plan.stored_layers:
         for expert in layer.experts:
             _check_expert(checkpoint, plan, expert, bits)
     side = {"config.json": (checkpoint.path / "config.json").resolve(), **checkpoint.tokenizer_files()}
@@ -97,9 +98,10 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
             raise CheckpointError(f"{path} has vanished: {problem.strerror}") from problem
     files.extend(_dense_files(checkpoint, plan.dense_keys))
     header = experts_header(geometry)
-    for layer in plan.layers:
+    for layer in plan.stored_layers:
         size = len(header) + geometry.layer_bytes
-        files.append(ExpertsFile(experts_file_name(layer.layer), layer, header, size))
+        name = MTP_EXPERTS if layer is plan.mtp else experts_file_name(layer.layer)
+        files.append(ExpertsFile(name, layer, header, size))
     return StoreOutline(geometry, tuple(files))
 
 
@@ -121,10 +123,10 @@ def experts_header(geometry: ExpertGeometry) -> bytes:
 
 
 def _check_plan(checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
-    indices = [layer.layer for layer in plan.layers]
+    indices = [layer.layer for layer in plan.stored_layers]
     if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] > _MAX_LAYER:
         raise CheckpointError(f"the expert layers {indices[:8]} are not ascending")
-    for layer in plan.layers:
+    for layer in plan.stored_layers:
         if len(layer.experts) != plan.experts.num_experts:
             raise CheckpointError(
                 f"layer {layer.layer} has {len(layer.experts)} experts, the model {plan.experts.num_experts}"

@@ -63,7 +63,7 @@ class VerifiedFiles:
     def use_manifest(self, manifest: Manifest) -> None:
         """Change to another manifest."""
         self.manifest = manifest
-        self._layers = {item.layer: item for item in manifest.layers}
+        self._layers = {item.layer: item for item in manifest.stored_layers}
         self._checksums = {}
 
     @property
@@ -225,7 +225,7 @@ class VerifiedFiles:
 
     def _expert_records(self, name: str) -> ExpertRecords | None:
         """Where the records of a file are; ``None``: it has none, or its header is damaged."""
-        layer = next((item.layer for item in self.layers if item.file == name), None)
+        layer = next((item.layer for item in self._layers.values() if item.file == name), None)
         if layer is None:
             return None
         try:
@@ -293,7 +293,7 @@ class VerifiedFiles:
         if earlier is None or earlier.manifest != self._manifest_hash():
             return []
         known = earlier.files
-        experts = {item.file for item in self.layers}
+        experts = {item.file for item in self._layers.values()}
         found: list[tuple[float, str]] = []
         for name in self.manifest.files:
             file = known.get(name)

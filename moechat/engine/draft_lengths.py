@@ -1,0 +1,171 @@
+"""How many tokens of an answer are guessed, which follows from what was measured while answers were given.
+
+A pass of several tokens takes longer than one, above all because they choose different experts. How much
+longer, and how often guesses are right, decides how long a draft is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moechat.engine.drafts import LEAST_MATCH
+from moechat.steps import MOST_DRAFT
+
+# Sizes of passes that are tried, ascending, and how much longer they take than a pass of one token, until
+# that is measured: experts of Qwen3-30B-A3B, chosen at random, in memory.
+_FIRST_COSTS = {2: 1.35, 4: 2.0, 8: 3.2, 1 + MOST_DRAFT: 5.2}
+# By the least number of tokens in common: the share of guesses that are right, until it is known.
+_FIRST_SHARES = {LEAST_MATCH: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 7: 0.75, 10: 0.85, 17: 0.9}
+# As many guesses as the first shares count for, and how fast later ones outweigh earlier ones.
+_FIRST_WEIGHT, _DECAY = 8.0, 0.98
+_SMOOTHING = 0.2
+# A time beyond this many times the expected one is an interruption.
+_OUTLIER = 4.0
+# How fast times go back to the first ones with each pass of one token, so that a size that was slow is tried
+# again.
+_FADING = 0.005
+# How much faster than no draft one must be expected to be: shares and costs are estimates. Those of a head
+# are measured in every pass.
+_LEAST_GAIN, _LEAST_HEAD_GAIN = 1.15, 1.03
+# Of a head: by the number of guesses before it in a draft, the share of guesses that are right if those
+# before are; and the time of the first guess and of each further one, in passes of one token.
+_FIRST_HEAD_SHARES = (0.75, 0.6, 0.5)
+_FIRST_HEAD_COSTS = (0.15, 0.12)
+
+
+class Choice(NamedTuple):
+    """How many tokens to guess.
+
+    Attributes:
+        guesses: 0: none.
+        rate: Tokens to expect in the time of a pass of one token; without guesses, what a draft has to
+            exceed.
+    """
+
+    guesses: int
+    rate: float
+
+
+class DraftLengths:
+    """Chooses how many tokens are guessed, from what was measured in the answers of one model."""
+
+    def __init__(self) -> None:
+        self._costs = dict(_FIRST_COSTS)
+        self._alone = 0.0  # seconds of a pass of one token; 0: not known
+        self._right = {least: share * _FIRST_WEIGHT for least, share in _FIRST_SHARES.items()}
+        self._tried = dict.fromkeys(_FIRST_SHARES, _FIRST_WEIGHT)
+        self._head_right = [share * _FIRST_WEIGHT for share in _FIRST_HEAD_SHARES]
+        self._head_tried = [_FIRST_WEIGHT] * len(_FIRST_HEAD_SHARES)
+        self._head_costs = list(_FIRST_HEAD_COSTS)
+
+    def choose(self, length: int, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+        """How many tokens to guess from what followed a place.
+
+        Args:
+            length: Of the match.
+            most: Most tokens of the pass.
+            behind: Tokens of the pass that are known: the latest one, and those before it that have to be
+                computed again.
+            again: Where a guess is wrong, the next pass computes those that were right again.
+        """
+        share = self.share(length)
+        best = Choice(0, _LEAST_GAIN / self.cost(behind))
+        for size in _FIRST_COSTS:
+            guesses = size - behind
+            if guesses < 1 or size > most:
+                continue
+            rate = self._rate(size, [share] * guesses, 0.0, again=again)
+            if rate > best.rate:
+                best = Choice(guesses, rate)
+        return best
+
+    def choose_head(self, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+        """How many tokens a head should guess; arguments as for :meth:`choose`."""
+        best = Choice(0, _LEAST_HEAD_GAIN / self.cost(behind))
+        shares = [right / tried for right, tried in zip(self._head_right, self._head_tried, strict=True)]
+        first, further = self._head_costs
+        for guesses in range(1, min(len(shares), most - behind) + 1):
+            head = first + further * (guesses - 1)
+            rate = self._rate(behind + guesses, shares[:guesses], head, again=again)
+            if rate > best.rate:
+                best = Choice(guesses, rate)
+        return best
+
+    def share(self, length: int) -> float:
+        """Share of guesses that are right behind a match of this length."""
+        least = _class(length)
+        return self._right[least] / self._tried[least]
+
+    def cost(self, size: int) -> float:
+        """How many times as long a pass of so many tokens takes as one of one token."""
+        below, least = 1, 1.0
+        for each, cost in self._costs.items():
+            if size <= each:
+                return least + (cost - least) * (size - below) / (each - below)
+            below, least = each, cost
+        return least
+
+    def passed(self, size: int, seconds: float) -> None:
+        """A pass of so many tokens took so long."""
+        if size == 1:
+            alone = self._alone or seconds
+            self._alone = alone + _SMOOTHING * (min(seconds, _OUTLIER * alone) - alone)
+            for each, first in _FIRST_COSTS.items():
+                self._costs[each] += _FADING * (first - self._costs[each])
+            self._head_costs = [
+                cost + _FADING * (first - cost)
+                for cost, first in zip(self._head_costs, _FIRST_HEAD_COSTS, strict=True)
+            ]
+            for depth, share in enumerate(_FIRST_HEAD_SHARES):
+                missing = share * self._head_tried[depth] - self._head_right[depth]
+                self._head_right[depth] += _FADING * missing
+        elif size in self._costs and self._alone:
+            before, found = self._costs[size], max(1.0, seconds / self._alone)
+            if found < _OUTLIER * before:
+                self._costs[size] = before + _SMOOTHING * (found - before)
+
+    def verified(self, length: int, guesses: int, right: int) -> None:
+        """Of some guesses the first ``right`` were right, and the next one, if there is any, was not."""
+        least, tried = _class(length), min(guesses, right + 1)
+        fade: float = _DECAY**tried
+        self._right[least] = fade * self._right[least] + right
+        self._tried[least] = fade * self._tried[least] + tried
+
+    def head_took(self, guesses: int, seconds: float) -> None:
+        """A head took so long for some guesses."""
+        if not self._alone:
+            return
+        first, further = self._head_costs
+        expected = first + further * (guesses - 1)
+        found = min(seconds / self._alone / expected, _OUTLIER)
+        change = 1 + _SMOOTHING * (found - 1)
+        self._head_costs = [first * change, further * change]
+
+    def head_verified(self, guesses: int, right: int) -> None:
+        """Of some guesses of a head the first ``right`` were right; the next, if there is any, was not."""
+        for depth in range(min(guesses, right + 1)):
+            self._head_right[depth] = _DECAY * self._head_right[depth] + (depth < right)
+            self._head_tried[depth] = _DECAY * self._head_tried[depth] + 1
+
+    def _rate(self, size: int, shares: Sequence[float], head: float, *, again: bool) -> float:
+        """Expected tokens of a pass in the time of a pass of one token.
+
+        Args:
+            size: Tokens of the pass.
+            shares: By the number of guesses before, the share of guesses that are right if those before are.
+            head: Time of the guesses, in passes of one token.
+            again: As for :meth:`choose`.
+        """
+        expected = all_right = 1.0
+        for share in shares:
+            all_right *= share
+            expected += all_right
+        time = self.cost(size) + head
+        if again:
+            time += (1 - all_right) * (self.cost(round(expected)) - 1)
+        return expected / time
+
+
+def _class(length: int) -> int:
+    return max(least for least in _FIRST_SHARES if least <= length)

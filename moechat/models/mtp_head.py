@@ -1,0 +1,201 @@
+"""A loaded head for multi-token prediction: guesses the next tokens of an answer.
+
+See :mod:`moechat.models.mtp` for what a head computes. Its guesses are the most likely tokens; whether they
+are right does not matter for the answer, because the model verifies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat.models.attention_cache import new_cache
+from moechat.models.cache_argument import CACHE
+from moechat.models.cache_rollback import make_room
+from moechat.models.decode.together import TogetherPass
+from moechat.models.decode.wiring import ends_of
+from moechat.models.mtp import MtpInputs
+from moechat.models.skeleton import EXPERTS_RUNNER, base_of
+from moechat.models.threads import thread_invariant_pass
+from moechat.sizes.cache_shape import CacheShape
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+class HiddenStates:
+    """The hidden states that a model's last norm gave, in its latest call.
+
+    Args:
+        model: The model. Its last norm hands them here from now on.
+
+    Attributes:
+        rows: ``[1, tokens, hidden]``; ``None`` before the first call.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.rows: torch.Tensor | None = None
+        norm = ends_of(base_of(model))[-1]
+        own = norm.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = own(x)
+            self.rows = found
+            return found
+
+        norm.forward = forward
+
+
+class _Outputs(nn.Module):
+    """The model's head, for as many rows as are wanted; in the place of a head.
+
+    Attributes:
+        wanted: ``all``, ``last`` or ``none``: the rows whose logits are computed.
+        row: ``[1, 1, hidden]``, the last row of the latest call.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+        self.wanted = "all"
+        self.row: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.row = rows[:, -1:]
+        if self.wanted == "none":
+            return self.row
+        found: torch.Tensor = self.head(rows if self.wanted == "all" else self.row.contiguous())
+        return found
+
+
+class _NoExperts:
+    """Stands for experts where only the keys and values of a layer are wanted."""
+
+    def forward(self, hidden: torch.Tensor, _index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
+class MtpHead:
+    """Guesses tokens. REQUIRES: inference mode, one thread at a time, as the model.
+
+    An entry of its attention cache is a token and the hidden states of the token before it.
+
+    Args:
+        head: The model of one layer, with its weights, without native modules.
+        main: The model, with its native modules.
+        experts: The experts module of the head.
+        cache: Shape of the head's attention cache.
+        install: Makes the passes of the head from it; ``None``: its layer is not recognised.
+
+    Attributes:
+        cache: Shape of its attention cache.
+        hidden: Of the model.
+        most: Most entries that a guess should add.
+
+    Raises:
+        ValueError: Its layer has no native step.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        main: Any,
+        experts: nn.Module,
+        cache: CacheShape,
+        install: Callable[[Any], TogetherPass | None],
+    ) -> None:
+        self.cache = cache
+        self._model = head
+        self._experts = experts
+        self._inputs: MtpInputs = base_of(head).embed_tokens
+        self._inputs.embedding = ends_of(base_of(main))[0]
+        self._outputs = head.lm_head = _Outputs(main.lm_head)
+        together = install(head)
+        if together is None:
+            raise ValueError("the layer of the head has no native step")
+        self._together = together
+        self.most = together.most
+        self.hidden = HiddenStates(main)
+
+    def new_cache(self, tokens: int) -> Any:
+        """An attention cache of the head for so many tokens."""
+        return new_cache(self.cache, self._model.config, tokens)
+
+    def feed(self, cache: Any, tokens: Sequence[int], rows: torch.Tensor) -> None:
+        """Add entries to an attention cache, of which nothing but keys and values is computed.
+
+        Args:
+            cache: Of :meth:`new_cache`; changed in place.
+            tokens: Their ids.
+            rows: ``[1, tokens, hidden]``, the model's hidden states for the token before each.
+        """
+        runner = vars(self._experts)[EXPERTS_RUNNER]
+        vars(self._experts)[EXPERTS_RUNNER] = _NoExperts()
+        try:
+            with self._computing("none", rows):
+                self._forward(tokens, cache)
+        finally:
+            vars(self._experts)[EXPERTS_RUNNER] = runner
+
+    def guess(
+        self,
+        cache: Any,
+        tokens: Sequence[int],
+        rows: torch.Tensor,
+        count: int,
+        bias: Mapping[int, float] = _NO_BIAS,
+    ) -> list[int]:
+        """Add entries to an attention cache, and guess the tokens that follow the last one.
+
+        Args:
+            cache: As for :meth:`feed`, and so are the next two.
+            tokens: At least one.
+            rows: See there.
+            count: Tokens to guess, at least one; later ones follow from the earlier.
+            bias: Added to the logits of tokens.
+        """
+        self._together.try_successive()  # with all logits, and no hidden states
+        found: list[int] = []
+        while True:
+            with self._computing("last", rows):
+                logits = None
+                if len(tokens) <= self._together.most_successive and make_room(cache, len(tokens)):
+                    logits = self._together.run_successive(tokens, cache)
+                if logits is None:
+                    logits = self._forward(tokens, cache)
+            likely = logits[-1].float()
+            if bias:
+                likely[list(bias)] += torch.tensor(list(bias.values()))
+            found.append(int(likely.argmax()))
+            assert self._outputs.row is not None
+            if len(found) == count:
+                break
+            tokens, rows = found[-1:], self._outputs.row
+        cut(cache, cache.get_seq_length() - (count - 1))
+        return found
+
+    def _forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+        with thread_invariant_pass(len(tokens)):
+            out = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=True, **{CACHE: cache})
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    @contextmanager
+    def _computing(self, wanted: str, rows: torch.Tensor) -> Iterator[None]:
+        self._outputs.wanted, self._inputs.rows = wanted, rows
+        try:
+            yield
+        finally:
+            self._outputs.wanted, self._inputs.rows = "all", None
+
+
+def cut(cache: Any, tokens: int) -> None:
+    """Keep at most so many entries of an attention cache."""
+    for layer in cache.layers:
+        excess = layer.get_seq_length() - max(0, tokens)
+        if excess > 0:
+            layer.crop(-excess)

@@ -1,0 +1,202 @@
+"""The head for multi-token prediction: from checkpoint to store, and as transformers computes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_support import DEEPSEEK, FAMILIES, NO_MTP, write_with_head
+from safetensors.torch import load_file, save_file
+
+import moechat
+from moechat import StoreDamagedError
+from moechat.engine.mtp_entries import MtpEntries
+from moechat.models.checkpoint_mapping import plan_checkpoint
+from moechat.offload.settings import OffloadOptions
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import convert
+from moechat.store.manifest import MTP_EXPERTS
+from moechat.store.store import Store
+
+pytestmark = NO_MTP
+TEXT = torch.randint(3, 100, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, Any]:
+    directory = tmp_path_factory.mktemp("mtp") / request.param
+    return (directory, *write_with_head(directory, request.param, eos_token_id=None))
+
+
+def test_guesses_are_those_of_transformers(written: tuple[Path, Any, Any], home: Path) -> None:
+    directory, model, reference = written
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([TEXT])).last_hidden_state
+    with moechat.load(directory, bits=16) as engine, torch.inference_mode():
+        head = engine.loaded.mtp
+        assert head is not None
+        rows = hidden.to(engine.loaded.dtype)
+        for fed, end in ((0, 2), (1, 9), (20, 30), (40, 60), (0, 60), (58, 60)):
+            cache = head.new_cache(64)
+            if fed:
+                head.feed(cache, TEXT[1 : 1 + fed], rows[:, :fed])
+            (found,) = head.guess(cache, TEXT[1 + fed : end], rows[:, fed : end - 1], 1)
+            assert cache.get_seq_length() == end - 1
+            positions = torch.arange(1, end)[None]
+            ids = torch.tensor([TEXT[1:end]])
+            _, (logits,), _ = reference(ids, hidden[:, : end - 1], None, positions, None)
+            # Any token as likely as the likeliest, within rounding.
+            assert logits[0, found] > logits.max() - 0.02 * logits.std()
+
+
+def test_later_guesses_follow_from_earlier_ones(written: tuple[Path, Any, Any], home: Path) -> None:
+    directory, model, reference = written
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([TEXT])).last_hidden_state
+    with moechat.load(directory, bits=16) as engine, torch.inference_mode():
+        head = engine.loaded.mtp
+        assert head is not None
+        cache = head.new_cache(64)
+        found = head.guess(cache, TEXT[1:], hidden.to(engine.loaded.dtype)[:, :-1], 3)
+        assert len(found) == 3
+        assert cache.get_seq_length() == len(TEXT) - 1
+        tokens, states = TEXT[1:], hidden[:, :-1]
+        for token in found:
+            positions = torch.arange(1, 1 + len(tokens))[None]
+            out = reference.forward_layer(0, states, positions, None, input_ids=torch.tensor([tokens]))
+            logits = reference._project_to_logits(out[:, -1])
+            assert logits[0, token] > logits.max() - 0.2 * logits.std()
+            tokens, states = [*tokens, token], torch.cat([states, out[:, -1:]], dim=1)
+
+
+def test_entries_of_parts_are_those_of_a_whole(written: tuple[Path, Any, Any], home: Path) -> None:
+    with moechat.load(written[0], bits=8) as engine, torch.inference_mode():
+        head = engine.loaded.mtp
+        assert head is not None
+        width = engine.loaded.config.get_text_config().hidden_size
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(3, 100, (700,), generator=generator).tolist()
+        rows = torch.randn((1, len(tokens) - 1, width), generator=generator).to(engine.loaded.dtype)
+
+        def guesses(ends: list[int]) -> list[int]:
+            entries = MtpEntries(head, head.new_cache(1024), 0, {})
+            for begin, end in zip([0, *ends], [*ends, len(tokens) - 1], strict=True):
+                entries.computed(begin, rows[:, begin:end], tokens)
+            return entries.guess(tokens, 3)
+
+        wanted = guesses([])
+        assert guesses([300, 301, 600]) == guesses([690]) == wanted
+        # Rejected tokens leave nothing.
+        entries = MtpEntries(head, head.new_cache(1024), 0, {})
+        entries.computed(0, rows[:, :-2], tokens)
+        entries.computed(len(tokens) - 3, -rows[:, -3:], tokens)
+        entries.forget(len(tokens) - 3)
+        assert entries.guess(tokens, 3) == []
+        entries.computed(len(tokens) - 3, rows[:, -2:], tokens)
+        assert entries.guess(tokens, 3) == wanted
+
+
+# ---- checkpoints and stores
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        found = [key for key in tensors if key.endswith(name) and (".4." in key or key.startswith("mtp"))]
+        assert found
+        for key in found:
+            del tensors[key]
+
+    return change
+
+
+def wider(tensors: dict[str, torch.Tensor]) -> None:
+    key = next(key for key in tensors if key.endswith("layers.4.eh_proj.weight"))
+    tensors[key] = torch.zeros((64, 130))
+
+
+def half(tensors: dict[str, torch.Tensor]) -> None:
+    for key in tensors:
+        if key.startswith("model.layers.4.mlp.experts."):
+            tensors[key] = tensors[key].half()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without("eh_proj.weight"),
+        without("experts.3.down_proj.weight"),
+        without("q_a_proj.weight"),
+        wider,
+        half,
+    ],
+)
+def test_a_head_that_is_not_whole_is_left_out(
+    change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path, home: Path
+) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe_lite", eos_token_id=None)
+    whole = plan_checkpoint(Checkpoint.open(source))
+    assert whole.mtp is not None
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    plan = plan_checkpoint(Checkpoint.open(source))
+    assert plan.mtp is None
+    assert plan.layers == whole.layers
+    assert set(plan.dense_keys) == {key for key in whole.dense_keys if "layers.4." not in key}
+    with moechat.load(source, bits=8) as engine:
+        assert engine.loaded.mtp is None
+        assert len(list(engine.generate(TEXT, max_new_tokens=5))) == 5
+
+
+def test_a_store_has_the_head_and_checks_it(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, DEEPSEEK[0], eos_token_id=None)
+    checkpoint = Checkpoint.open(source)
+    store = convert(checkpoint, plan_checkpoint(checkpoint), tmp_path / "store", bits=4, source_name="x")
+    assert store.manifest.mtp is not None
+    assert [record.layer for record in store.layers] == [1, 2, 3]
+    assert store.expert_layer(store.manifest.mtp.layer).shape == store.geometry.layer_shape
+    # Earlier versions read the same manifest: they list all files, and know nothing of this one.
+    content = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert MTP_EXPERTS in content["files"]
+    assert MTP_EXPERTS not in json.dumps(content["layers"])
+    path = tmp_path / "store" / MTP_EXPERTS
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreDamagedError, match=MTP_EXPERTS):
+        Store.open(tmp_path / "store").verify()
+
+
+def test_a_head_takes_only_memory_that_is_left(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.0}
+    with moechat.load(source, bits=8) as engine:
+        plan = engine.loaded.plan
+        assert plan.mtp > engine.loaded.store.geometry.layer_bytes
+        assert ("multi-token prediction", plan.mtp) in [(part.name, part.nbytes) for part in plan.parts]
+        assert plan.total <= plan.budget
+        wanted = [step.token_id for step in engine.generate(TEXT, **options)]
+    monkeypatch.setattr("moechat.loading.mtp._MARGIN", plan.budget / plan.mtp)
+    with moechat.load(source, bits=8) as engine:
+        assert engine.loaded.mtp is None
+        assert engine.loaded.plan.mtp == 0
+        assert [step.token_id for step in engine.generate(TEXT, **options)] == wanted
+
+
+def test_experts_in_pages_have_no_head(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+    with moechat.load(source, bits=8, offload=OffloadOptions(pages=8)) as engine:
+        assert engine.loaded.near is not None
+        assert engine.loaded.mtp is None
