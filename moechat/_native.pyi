@@ -563,6 +563,15 @@ class LinearLayout:
         """Offset of the scales of blocks of 256 columns; that of :attr:`sz` if the encoding has none."""
     @property
     def nbytes(self) -> int: ...
+    def first_rows(self, rows: int) -> LinearLayout:
+        """Layout of the first rows of a matrix, in the data of all.
+
+        Args:
+            rows: A multiple of 16, at most :attr:`rows`.
+
+        Raises:
+            ValueError: It is not.
+        """
 
 def pack_linear(
     layout: LinearLayout, matrix: _Weights, threads: int = 0, solver: str = "least-squares"
@@ -3104,7 +3113,7 @@ class _StateStep:
     def route(
         self,
         hidden: int,
-        states: Sequence[tuple[int, int]],
+        states: Sequence[tuple[int, ...]],
         residual: int,
         x: int,
         index: int,
@@ -3115,7 +3124,9 @@ class _StateStep:
 
         Args:
             hidden: [tokens, hidden].
-            states: Of each token, ``before`` and ``state`` of the mixer's ``__call__``.
+            states: Of each token, ``before`` and ``state`` of the mixer's ``__call__``. Then may follow the
+                addresses of copies of both that are made before the token is computed, and their bytes; the
+                copies have the layout of the states, and do not overlap with any.
             residual: As there, as all that follow.
             x: See there.
             index: See there.

@@ -11,6 +11,7 @@ import torch
 
 from moechat.errors import UsageError
 from moechat.hub.known_shapes import shape_names, shape_values
+from moechat.models.mtp import build_mtp_skeleton, hub_names
 from moechat.models.skeleton import build_skeleton, config_from
 from moechat.store.progress import ProgressCallback
 from moechat.store.store import Store
@@ -110,11 +111,18 @@ def cut_shape(
     return Shape(name, kept, all_layers, tokens, all_tokens, config)
 
 
-def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticModel:
+def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0, mtp: bool = False) -> SyntheticModel:
     """Content of a store of this shape, determined by building the model without weights.
 
+    Args:
+        shape: The shape.
+        bits: Of a weight of the experts.
+        seed: Of the weights.
+        mtp: With a head for multi-token prediction.
+
     Raises:
-        UnsupportedModelError: The installed transformers cannot build it.
+        UnsupportedModelError: The installed transformers cannot build it, or heads of this family are not
+            known.
         UsageError: ``bits`` is out of range.
     """
     skeleton = build_skeleton(shape.config, torch.bfloat16)
@@ -125,6 +133,10 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
         for name, tensor in skeleton.state.items()
         if name not in experts and name not in tied
     }
+    if mtp:
+        head = build_mtp_skeleton(shape.config, torch.bfloat16)
+        names = hub_names(head)
+        dense |= {names[name]: tuple(head.state[name].shape) for name in sorted(names)}
     return SyntheticModel(
         name=f"synthetic {shape.name}",
         config=shape.config.to_dict(),
@@ -132,23 +144,39 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
         layers=[(entry.layer, entry.name) for entry in skeleton.experts],
         dense=dense,
         seed=seed,
-        chosen=frozenset(name for name in dense if not skeleton.state[name].is_floating_point()),
+        chosen=frozenset(
+            name for name in dense if name in skeleton.state and not skeleton.state[name].is_floating_point()
+        ),
+        mtp=mtp,
     )
 
 
-def store_name(shape: Shape, bits: int) -> str:
+def store_name(shape: Shape, bits: int, *, mtp: bool = False) -> str:
     """Directory name of a shape's store."""
-    return f"{shape.name}-{shape.layers}l-{shape.vocabulary}v-{bits}bit-r{_REVISION}"
+    head = "-mtp" if mtp else ""
+    return f"{shape.name}-{shape.layers}l-{shape.vocabulary}v-{bits}bit{head}-r{_REVISION}"
 
 
 def synthetic_store(
-    shape: Shape, parent: Path, *, bits: int = 4, progress: ProgressCallback | None = None
+    shape: Shape,
+    parent: Path,
+    *,
+    bits: int = 4,
+    mtp: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Store:
     """Open the store of a shape in ``parent``; written if it does not exist.
+
+    Args:
+        shape: The shape.
+        parent: Directory of stores.
+        bits: Of a weight of the experts.
+        mtp: With a head for multi-token prediction.
+        progress: As for :func:`moechat.store.synthetic.write_synthetic_store`.
 
     Raises:
         MoechatError: See :func:`describe_shape` and
             :func:`moechat.store.synthetic.write_synthetic_store`.
     """
-    model = describe_shape(shape, bits=bits)
-    return write_synthetic_store(model, parent / store_name(shape, bits), progress=progress)
+    model = describe_shape(shape, bits=bits, mtp=mtp)
+    return write_synthetic_store(model, parent / store_name(shape, bits, mtp=mtp), progress=progress)

@@ -62,7 +62,7 @@ class Decoder:
         self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
         self.cached_tokens = 0
         self.lengths = DraftLengths()
-        self.rollback = CacheRollback()
+        self.rollback = CacheRollback(1 if passes.loaded.mtp is None else passes.loaded.mtp.kept_states)
         self.passes = passes
         self.meter = meter
         self._tokenizer = tokenizer
@@ -219,10 +219,12 @@ class Decoder:
             ``None``, without any change, if the cache cannot take them.
         """
         tokens = [*latest, *draft]
-        room = self.rollback.begin(cache, len(tokens)) if draft else make_room(cache, len(tokens))
+        known, guesses = len(latest), len(draft)
+        room = self.rollback.begin(cache, known, guesses) if draft else make_room(cache, known)
         rows = None
         try:
-            rows = self.passes.run_successive(tokens, cache) if room else None
+            if room:
+                rows = self.passes.run_successive(tokens, cache, self.rollback.copies(cache))
         finally:
             if rows is None:
                 self.rollback.forget(cache)

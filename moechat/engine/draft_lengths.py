@@ -48,7 +48,12 @@ class Choice(NamedTuple):
 
 
 class DraftLengths:
-    """Chooses how many tokens are guessed, from what was measured in the answers of one model."""
+    """Chooses how many tokens are guessed, from what was measured in the answers of one model.
+
+    Attributes:
+        head_costs: Time of the first guess of a head, with what it needs of the tokens before, and of each
+            further one in a draft, in passes of one token.
+    """
 
     def __init__(self) -> None:
         self._costs = dict(_FIRST_COSTS)
@@ -57,9 +62,9 @@ class DraftLengths:
         self._tried = dict.fromkeys(_FIRST_SHARES, _FIRST_WEIGHT)
         self._head_right = [share * _FIRST_WEIGHT for share in _FIRST_HEAD_SHARES]
         self._head_tried = [_FIRST_WEIGHT] * len(_FIRST_HEAD_SHARES)
-        self._head_costs = list(_FIRST_HEAD_COSTS)
+        self.head_costs = _FIRST_HEAD_COSTS
 
-    def choose(self, length: int, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+    def choose(self, length: int, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens to guess from what followed a place.
 
         Args:
@@ -67,7 +72,8 @@ class DraftLengths:
             most: Most tokens of the pass.
             behind: Tokens of the pass that are known: the latest one, and those before it that have to be
                 computed again.
-            again: Where a guess is wrong, the next pass computes those that were right again.
+            kept: Most guesses of a draft where nothing is computed again if some are wrong. Of a longer one
+                the next pass computes those that were right again.
         """
         share = self.share(length)
         best = Choice(0, _LEAST_GAIN / self.cost(behind))
@@ -75,19 +81,19 @@ class DraftLengths:
             guesses = size - behind
             if guesses < 1 or size > most:
                 continue
-            rate = self._rate(size, [share] * guesses, 0.0, again=again)
+            rate = self._rate(size, [share] * guesses, 0.0, kept=kept)
             if rate > best.rate:
                 best = Choice(guesses, rate)
         return best
 
-    def choose_head(self, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+    def choose_head(self, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens a head should guess; arguments as for :meth:`choose`."""
         best = Choice(0, _LEAST_HEAD_GAIN / self.cost(behind))
         shares = [right / tried for right, tried in zip(self._head_right, self._head_tried, strict=True)]
-        first, further = self._head_costs
+        first, further = self.head_costs
         for guesses in range(1, min(len(shares), most - behind) + 1):
             head = first + further * (guesses - 1)
-            rate = self._rate(behind + guesses, shares[:guesses], head, again=again)
+            rate = self._rate(behind + guesses, shares[:guesses], head, kept=kept)
             if rate > best.rate:
                 best = Choice(guesses, rate)
         return best
@@ -113,10 +119,11 @@ class DraftLengths:
             self._alone = alone + _SMOOTHING * (min(seconds, _OUTLIER * alone) - alone)
             for each, first in _FIRST_COSTS.items():
                 self._costs[each] += _FADING * (first - self._costs[each])
-            self._head_costs = [
+            first, further = (
                 cost + _FADING * (first - cost)
-                for cost, first in zip(self._head_costs, _FIRST_HEAD_COSTS, strict=True)
-            ]
+                for cost, first in zip(self.head_costs, _FIRST_HEAD_COSTS, strict=True)
+            )
+            self.head_costs = first, further
             for depth, share in enumerate(_FIRST_HEAD_SHARES):
                 missing = share * self._head_tried[depth] - self._head_right[depth]
                 self._head_right[depth] += _FADING * missing
@@ -136,11 +143,11 @@ class DraftLengths:
         """A head took so long for some guesses."""
         if not self._alone:
             return
-        first, further = self._head_costs
+        first, further = self.head_costs
         expected = first + further * (guesses - 1)
         found = min(seconds / self._alone / expected, _OUTLIER)
         change = 1 + _SMOOTHING * (found - 1)
-        self._head_costs = [first * change, further * change]
+        self.head_costs = first * change, further * change
 
     def head_verified(self, guesses: int, right: int) -> None:
         """Of some guesses of a head the first ``right`` were right; the next, if there is any, was not."""
@@ -148,21 +155,21 @@ class DraftLengths:
             self._head_right[depth] = _DECAY * self._head_right[depth] + (depth < right)
             self._head_tried[depth] = _DECAY * self._head_tried[depth] + 1
 
-    def _rate(self, size: int, shares: Sequence[float], head: float, *, again: bool) -> float:
+    def _rate(self, size: int, shares: Sequence[float], head: float, *, kept: int) -> float:
         """Expected tokens of a pass in the time of a pass of one token.
 
         Args:
             size: Tokens of the pass.
             shares: By the number of guesses before, the share of guesses that are right if those before are.
             head: Time of the guesses, in passes of one token.
-            again: As for :meth:`choose`.
+            kept: As for :meth:`choose`.
         """
         expected = all_right = 1.0
         for share in shares:
             all_right *= share
             expected += all_right
         time = self.cost(size) + head
-        if again:
+        if len(shares) > kept:
             time += (1 - all_right) * (self.cost(round(expected)) - 1)
         return expected / time
 

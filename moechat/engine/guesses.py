@@ -18,6 +18,7 @@ from moechat.engine.drafts import Match, PromptLookup
 from moechat.engine.mtp_entries import MtpEntries
 from moechat.models.cache_rollback import has_states
 from moechat.models.prompt_cache import CachedTokens
+from moechat.steps import MOST_DRAFT
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ class Guesses:
         if self._lookup is None:
             self._lookup = PromptLookup(self._known, self._expected)
         match = self._lookup.find()
-        again = has_states(self._cache)
-        found = None if match is None else lengths.choose(match.length, behind + most, behind, again=again)
+        kept = decoder.rollback.kept if has_states(self._cache) else MOST_DRAFT
+        found = None if match is None else lengths.choose(match.length, behind + most, behind, kept=kept)
         count = 0 if found is None else found.guesses
         if self._entries is not None:
-            of_head = lengths.choose_head(behind + most, behind, again=again)
+            of_head = lengths.choose_head(behind + most, behind, kept=kept)
             if of_head.guesses and (found is None or not count or of_head.rate > found.rate):
                 tokens = self._by_head(self._entries, of_head.guesses)
                 if tokens:

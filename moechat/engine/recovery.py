@@ -16,7 +16,7 @@ from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.cache_argument import CACHE
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut
-from moechat.models.decode.together import TogetherPass
+from moechat.models.decode.together import Copies, TogetherPass
 from moechat.models.threads import thread_invariant_pass
 from moechat.models.wave_chunks import NotInWavesError
 from moechat.models.waves import Passed, Take
@@ -139,12 +139,15 @@ class PassRunner:
         """
         return bool(self._try_together(lambda together: together.try_successive()))
 
-    def run_successive(self, tokens: Sequence[int], cache: Any) -> torch.Tensor | None:
+    def run_successive(
+        self, tokens: Sequence[int], cache: Any, copies: Sequence[Copies] = ()
+    ) -> torch.Tensor | None:
         """One pass of successive tokens of one attention cache, whose layers have room for them.
 
         Args:
             tokens: Their ids, at most :attr:`most_successive`.
             cache: From :meth:`moechat.engine.decoder.Decoder.new_cache`; changed in place.
+            copies: For the last tokens, where states of layers are copied before each.
 
         Returns:
             Logits ``[tokens, vocabulary]``, those of passes of their own; ``None``, without any change, if
@@ -154,7 +157,7 @@ class PassRunner:
             MoechatError: As :meth:`run`. The layers of the cache may differ in length then.
         """
         found: torch.Tensor | None = self._try_together(
-            lambda together: together.run_successive(tokens, cache)
+            lambda together: together.run_successive(tokens, cache, copies)
         )
         return found
 

@@ -165,7 +165,9 @@ def _load(
         )
     head = None
     if mapped and gpu is None:
-        head, plan = load_mtp(store, config, skeleton.model, dtype, options, plan, placement, report)
+        head, plan = load_mtp(
+            store, config, skeleton.model, outline.cache, dtype, options, plan, placement, report
+        )
     loaded = LoadedModel(
         store=store,
         config=config,

@@ -13,13 +13,14 @@ from moechat.loading.weights import load_weights
 from moechat.models.decode import install_native_modules
 from moechat.models.decode.together import TogetherPass
 from moechat.models.mtp import MTP_TYPES, build_mtp_skeleton, mtp_names
-from moechat.models.mtp_head import MtpHead
+from moechat.models.mtp_head import MOST_GUESSES, MtpHead
 from moechat.models.mtp_tensors import MtpTensors
 from moechat.models.outlining import outline_skeleton
 from moechat.models.threads import make_thread_invariant
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach
 from moechat.offload.placement import ModelPlacement
 from moechat.options import LoadOptions
+from moechat.sizes.cache_shape import CacheShape
 from moechat.store.store import Store
 
 # Of the head's weights and cache, for what is not counted one by one.
@@ -30,6 +31,7 @@ def load_mtp(
     store: Store,
     config: Any,
     main: Any,
+    main_cache: CacheShape,
     dtype: torch.dtype,
     options: LoadOptions,
     plan: MemoryPlan,
@@ -42,6 +44,7 @@ def load_mtp(
         store: The model's store.
         config: The model's configuration.
         main: The model, with its weights and native modules.
+        main_cache: Shape of its attention cache.
         dtype: Type that the dense part computes in.
         options: Types and bits, and how many conversations there are.
         plan: Of the model.
@@ -72,6 +75,7 @@ def load_mtp(
     )
     held = outline.form.nbytes + store.geometry.layer_bytes
     held += options.conversations * outline.cache.nbytes(plan.context)
+    held += (MOST_GUESSES - 1) * main_cache.state_bytes  # one copy is planned without a head
     nbytes = int(_MARGIN * held)
     if nbytes > plan.budget - plan.total:
         return None, plan

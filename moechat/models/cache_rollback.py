@@ -1,11 +1,13 @@
 """Rolls an attention cache back from draft tokens that were rejected.
 
 Keys and values are cut, also those of a sliding window, whose memory still has what left it. States of linear
-attention and convolutions are overwritten by every token; they go back to copies of what was there before.
+attention and convolutions are overwritten by every token; they go back to copies, which are made before each
+token of a short draft, or before the pass of a longer one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +15,12 @@ from transformers.cache_utils import DynamicCache
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import EMPTY
-from moechat.models.state_layer import STATES, StateLayer
+from moechat.models.state_layer import STATES, CopiedStates, StateLayer
 
 _KEYS = (ReservedLayer, WindowLayer)
 _KNOWN = (*_KEYS, StateLayer, *EMPTY)
+
+_State = tuple[int, str, int]  # number of the layer, kind, and number of the state
 
 
 def make_room(cache: Any, count: int) -> bool:
@@ -32,14 +36,24 @@ def has_states(cache: Any) -> bool:
 
 
 class CacheRollback:
-    """Draft tokens at the end of one attention cache at a time. Keeps the memory of copies between passes."""
+    """Draft tokens at the end of one attention cache at a time. Keeps the memory of copies between passes.
 
-    # Invariant: _cache is None while no cache has such tokens; else it had _before tokens without them, and
-    # _copies are the states that it had then. It is set once they are, and only its owner's calls change it.
-    def __init__(self) -> None:
+    Args:
+        kept: Most tokens of a draft before each of which states are copied; it takes memory for so many. Of a
+            longer draft there is one copy, from before the pass.
+    """
+
+    # Invariant: _cache is None while no cache has such tokens; else it had _known tokens without them.
+    # _copies[i], by layer, kind and number, are the states before the i-th of them; or, if _all, _copies[0]
+    # are those before the pass, when the cache had _before tokens. _cache is set last, and only its owner's
+    # calls change it.
+    def __init__(self, kept: int = 1) -> None:
+        self.kept = kept
         self._cache: Any = None
-        self._before = 0
-        self._copies: dict[tuple[int, str, int], torch.Tensor] = {}
+        self._before = self._known = 0
+        self._all = False
+        self._copies: list[dict[_State, torch.Tensor]] = []
+        self._used = 0
 
     @property
     def in_use(self) -> bool:
@@ -47,8 +61,8 @@ class CacheRollback:
         return self._cache is not None
 
     @torch.inference_mode()
-    def begin(self, cache: Any, count: int) -> bool:
-        """Make room for a pass of so many tokens, of which the last may be rejected.
+    def begin(self, cache: Any, known: int, guesses: int) -> bool:
+        """Make room for a pass of known tokens and of guesses behind them, which may be rejected.
 
         REQUIRES: no other cache has such tokens.
 
@@ -56,19 +70,34 @@ class CacheRollback:
             Whether they fit and can be rolled back.
         """
         assert not self.in_use
-        if not make_room(cache, count):
+        if not make_room(cache, known + guesses):
             return False
-        held = set()
-        for number, layer in enumerate(cache.layers):
-            for kind in STATES if type(layer) is StateLayer else ():
-                for place, state in getattr(layer, kind).items():
-                    if state is not None:
-                        held.add((number, kind, place))
-                        self._copy((number, kind, place), state)
-        for gone in self._copies.keys() - held:
-            del self._copies[gone]
-        self._cache, self._before = cache, cache.get_seq_length()
+        states = dict(_states_of(cache))
+        self._all = guesses > self.kept
+        self._used = (1 if self._all else guesses) if states else 0
+        for number in range(self._used):
+            self._take_memory(number, states)
+        if self._all:
+            for place, state in states.items():
+                self._copies[0][place].copy_(state)
+        self._before = cache.get_seq_length()
+        self._known = self._before + known
+        self._cache = cache
         return True
+
+    def copies(self, cache: Any) -> list[dict[int, CopiedStates]]:
+        """Where the pass of :meth:`begin` has to copy states before each of its last tokens; by layer."""
+        if self._cache is not cache or self._all:
+            return []
+        found: list[dict[int, CopiedStates]] = []
+        for copies in self._copies[: self._used]:
+            layers: dict[int, dict[tuple[str, int], torch.Tensor]] = {}
+            for (number, kind, place), copy in copies.items():
+                layers.setdefault(number, {})[kind, place] = copy
+            found.append(
+                {number: CopiedStates(cache.layers[number], each) for number, each in layers.items()}
+            )
+        return found
 
     @torch.inference_mode()
     def keep(self, cache: Any, tokens: int) -> int:
@@ -76,22 +105,24 @@ class CacheRollback:
 
         Args:
             cache: Of :meth:`begin`; nothing happens to another one.
-            tokens: Those that the cache should hold, at least as many as before the pass.
+            tokens: Those that the cache should hold, at least the known ones.
 
         Returns:
-            Tokens that it holds now: those; or, with states, those before the pass unless all stay.
+            Tokens that it holds now: those; or those before the pass, if the draft was longer than
+            :attr:`kept`, the cache has states and not all stay.
         """
         if self._cache is not cache:
             return tokens
-        excess = cache.get_seq_length() - tokens
-        if excess > 0:
-            if self._copies:
-                excess, tokens = cache.get_seq_length() - self._before, self._before
+        if cache.get_seq_length() > tokens:
+            if self._used:
+                right = 0 if self._all else tokens - self._known
+                tokens = self._before if self._all else tokens
+                for (number, kind, place), state in self._copies[right].items():
+                    getattr(cache.layers[number], kind)[place].copy_(state)
+            excess = cache.get_seq_length() - tokens
             for layer in cache.layers:
                 if isinstance(layer, _KEYS):
                     layer.roll_back(excess)
-            for (number, kind, place), state in self._copies.items():
-                getattr(cache.layers[number], kind)[place].copy_(state)
         self._cache = None
         return tokens
 
@@ -103,10 +134,23 @@ class CacheRollback:
     def release(self) -> None:
         """Free the memory of the copies, unless a cache has such tokens."""
         if not self.in_use:
-            self._copies = {}
+            self._copies = []
 
-    def _copy(self, place: tuple[int, str, int], state: torch.Tensor) -> None:
-        held = self._copies.get(place)
-        if held is None or held.shape != state.shape or held.dtype is not state.dtype:
-            held = self._copies[place] = torch.empty_like(state)
-        held.copy_(state)
+    def _take_memory(self, number: int, states: dict[_State, torch.Tensor]) -> None:
+        if number == len(self._copies):
+            self._copies.append({})
+        held = self._copies[number]
+        for gone in held.keys() - states.keys():
+            del held[gone]
+        for place, state in states.items():
+            copy = held.get(place)
+            if copy is None or copy.shape != state.shape or copy.dtype is not state.dtype:
+                held[place] = torch.empty_like(state)
+
+
+def _states_of(cache: Any) -> Iterator[tuple[_State, torch.Tensor]]:
+    for number, layer in enumerate(cache.layers):
+        for kind in STATES if type(layer) is StateLayer else ():
+            for place, state in getattr(layer, kind).items():
+                if state is not None:
+                    yield (number, kind, place), state

@@ -167,3 +167,10 @@ def mtp_names(skeleton: Skeleton, keys: Iterable[str], depth: int) -> dict[str, 
             part, _, kind = match[1].rpartition(".")
             found[f"{base}.{_BESIDE_LAYER.get(part, f'layers.0.{part}')}.{kind}"] = key
     return found
+
+
+def hub_names(skeleton: Skeleton) -> dict[str, str]:
+    """Names of the dense weights of a head in a checkpoint, as Qwen names them, by those in the head."""
+    base = _base_name(skeleton) + "."
+    dense = [name for name in skeleton.state if name not in skeleton.expert_names]
+    return {name: "mtp." + name.removeprefix(base).removeprefix(f"{_EMBEDDING}.") for name in dense}

@@ -24,6 +24,7 @@ from moechat.models.skeleton import EXPERTS_RUNNER, base_of
 from moechat.models.threads import thread_invariant_pass
 from moechat.sizes.cache_shape import CacheShape
 
+MOST_GUESSES = 3  # of a draft
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -95,6 +96,7 @@ class MtpHead:
         cache: Shape of its attention cache.
         hidden: Of the model.
         most: Most entries that a guess should add.
+        kept_states: Tokens of a draft before each of which states of the model are copied.
 
     Raises:
         ValueError: Its layer has no native step.
@@ -119,6 +121,7 @@ class MtpHead:
             raise ValueError("the layer of the head has no native step")
         self._together = together
         self.most = together.most
+        self.kept_states = MOST_GUESSES
         self.hidden = HiddenStates(main)
 
     def new_cache(self, tokens: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +84,40 @@ class StateLayer(LinearAttentionLayer):
         return all(
             _same(theirs.get(name), value) for name, value in vars(self).items() if isinstance(value, dict)
         )
+
+
+@dataclass(frozen=True)
+class CopiedStates:
+    """The layer of an attention cache for a token before which its states are copied.
+
+    Attributes:
+        layer: The layer.
+        copies: By kind and number of a state; of the same shape and type.
+    """
+
+    layer: StateLayer
+    copies: Mapping[tuple[str, int], torch.Tensor]
+
+    def copy(self) -> None:
+        """Copy the states as they are now."""
+        for (kind, number), to in self.copies.items():
+            to.copy_(getattr(self.layer, kind)[number])
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As native code gets the copies: their addresses, 0 for one that there is not, and their bytes."""
+        found = [self.copies.get((kind, 0)) for kind in STATES]
+        addresses = [0 if copy is None else copy.data_ptr() for copy in found]
+        sizes = [0 if copy is None else copy.nbytes for copy in found]
+        return addresses[0], addresses[1], sizes[0], sizes[1]
+
+
+def places_of_states(places: Callable[[Any], tuple[int, int] | None], layer: Any) -> tuple[int, ...] | None:
+    """What native code gets for a token: the result of ``places`` for the layer, and where its copies go."""
+    if type(layer) is not CopiedStates:
+        return places(layer)
+    found = places(layer.layer)
+    return None if found is None else (*found, *layer.addresses)
 
 
 def _same(found: Any, wanted: dict[int, Any]) -> bool:

@@ -26,6 +26,7 @@ from moechat.store.files import explained, format_bytes
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
     MANIFEST_NAME,
+    MTP_EXPERTS,
     LayerRecord,
     Manifest,
     Quantisation,
@@ -60,6 +61,7 @@ class SyntheticModel:
         seed: Random seed of the weights.
         chosen: Names of the weights among ``dense`` that are no numbers to multiply with but experts chosen
             for a token, one row for each.
+        mtp: There is a head for multi-token prediction, whose other weights are in ``dense``.
     """
 
     name: str
@@ -69,6 +71,7 @@ class SyntheticModel:
     dense: Mapping[str, tuple[int, ...]]
     seed: int = 0
     chosen: frozenset[str] = frozenset()
+    mtp: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -81,13 +84,14 @@ class SyntheticModel:
             {name: list(shape) for name, shape in self.dense.items()},
             self.seed,
             *sorted(self.chosen),
+            *(["mtp"] if self.mtp else []),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of all experts."""
-        return len(self.layers) * self.geometry.layer_bytes
+        return (len(self.layers) + self.mtp) * self.geometry.layer_bytes
 
     @property
     def dense_bytes(self) -> int:
@@ -174,19 +178,24 @@ class _Writer:
             file.write(json.dumps(dict(model.config), indent=1, sort_keys=True).encode())
             self._workspace.record(_CONFIG, *file.commit())
         self._write_dense(dense_file_name(1))
-        header = experts_header(model.geometry)
         pool = _ExpertPool(model.geometry, self._generator)
         records = []
         for layer, module in model.layers:
             name = experts_file_name(layer)
-            with self._workspace.create(name) as file:
-                file.write(header)
-                for number in range(model.geometry.num_experts):
-                    file.write(pool.draw())
-                    self._advance(model.geometry.expert_bytes, f"layer {layer}, expert {number + 1}")
-                self._workspace.record(name, *file.commit())
+            self._write_experts(name, f"layer {layer}", pool)
             records.append(LayerRecord(layer, module, name))
+        if model.mtp:
+            self._write_experts(MTP_EXPERTS, "multi-token prediction", pool)
         return records
+
+    def _write_experts(self, name: str, title: str, pool: _ExpertPool) -> None:
+        geometry = self._model.geometry
+        with self._workspace.create(name) as file:
+            file.write(experts_header(geometry))
+            for number in range(geometry.num_experts):
+                file.write(pool.draw())
+                self._advance(geometry.expert_bytes, f"{title}, expert {number + 1}")
+            self._workspace.record(name, *file.commit())
 
     def _write_dense(self, name: str) -> None:
         tensors = [PlannedTensor(key, "BF16", tuple(shape)) for key, shape in self._model.dense.items()]

@@ -15,8 +15,13 @@ def is_shape(model: str) -> bool:
     return model.partition(":")[0] in shape_names()
 
 
-def model_or_store(model: str, work: Path | None) -> str:
+def model_or_store(model: str, work: Path | None, *, mtp: bool = False) -> str:
     """The model itself, or the store of a shape, which is written below ``work`` if it does not exist.
+
+    Args:
+        model: Its name.
+        work: Directory of stores of shapes.
+        mtp: A shape has a head for multi-token prediction.
 
     Raises:
         SystemExit: A shape needs ``work``.
@@ -29,4 +34,4 @@ def model_or_store(model: str, work: Path | None) -> str:
     shape = cut_shape(name, shape_values(name), layers=int(layers) if layers else None)
     # Where the stamps of verified stores go.
     os.environ["MOECHAT_HOME"] = str(work / "home")
-    return str(synthetic_store(shape, work / "stores").path)
+    return str(synthetic_store(shape, work / "stores", mtp=mtp).path)

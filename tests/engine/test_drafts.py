@@ -141,10 +141,10 @@ def test_a_size_that_was_slow_is_tried_again() -> None:
 
 def test_drafts_are_rarer_where_right_guesses_are_computed_again() -> None:
     lengths = DraftLengths()
-    assert lengths.choose(32, 16, again=True).guesses > 0
+    assert lengths.choose(32, 16, kept=0).guesses > 0
     for _ in range(60):
         lengths.verified(7, 4, 3)
-    assert lengths.choose(7, 16).guesses > lengths.choose(7, 16, again=True).guesses
+    assert lengths.choose(7, 16).guesses > lengths.choose(7, 16, kept=0).guesses
 
 
 # ---- answers stay the same
@@ -188,10 +188,10 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong.
     """
 
-    def choose(_: DraftLengths, __: int, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+    def choose(_: DraftLengths, __: int, most: int, behind: int = 1, *, kept: int = 15) -> Choice:
         return Choice(max(0, most - behind), 1.0)
 
-    def choose_head(_: DraftLengths, most: int, behind: int = 1, *, again: bool = False) -> Choice:
+    def choose_head(_: DraftLengths, most: int, behind: int = 1, *, kept: int = 15) -> Choice:
         return Choice(max(0, min(3, most - behind)), 2.0)
 
     monkeypatch.setattr(DraftLengths, "choose", choose)
@@ -337,7 +337,7 @@ def test_only_the_cache_with_guesses_is_taken_back(family_engine: Engine) -> Non
     decoder, rollback = family_engine.decoder, CacheRollback()
     with torch.inference_mode():
         (_, ours), (_, other) = (decoder.feed(PROMPT[:20], decoder.new_cache()) for _ in range(2))
-        assert rollback.begin(ours, 4)
+        assert rollback.begin(ours, 1, 3)
         assert family_engine.passes.run_successive([5, 6, 7, 8], ours) is not None
         assert rollback.keep(other, 3) == 3
         rollback.forget(other)
@@ -346,6 +346,22 @@ def test_only_the_cache_with_guesses_is_taken_back(family_engine: Engine) -> Non
         assert not rollback.in_use
         assert ours.get_seq_length() in (20, 22)
         assert other.get_seq_length() == 20
+
+
+def test_a_short_draft_goes_back_to_any_of_its_tokens(family_engine: Engine) -> None:
+    decoder, rollback = family_engine.decoder, CacheRollback(3)
+    tokens = [5, 6, 7, 8, 9]
+    with torch.inference_mode():
+        for right in range(4):
+            (_, ours), (_, theirs) = (decoder.feed(PROMPT[:20], decoder.new_cache()) for _ in range(2))
+            assert rollback.begin(ours, 2, 3)
+            found = family_engine.passes.run_successive(tokens, ours, rollback.copies(ours))
+            assert found is not None
+            assert rollback.keep(ours, 22 + right) == 22 + right
+            for token in tokens[: 2 + right]:
+                decoder.step(torch.tensor([[token]]), theirs)
+            pairs = zip(ours.layers, theirs.layers, strict=True)
+            assert all(all(map(torch.equal, tensors_of(mine), tensors_of(other))) for mine, other in pairs)
 
 
 @pytest.mark.usefixtures("bold")
@@ -362,8 +378,8 @@ def test_a_pass_with_a_draft_that_fails_leaves_the_engine_usable(
             next(steps)
         real = engine.passes.run_successive
 
-        def failing(tokens: Sequence[int], cache: Any) -> Any:
-            real(tokens, cache)
+        def failing(*arguments: Any) -> Any:
+            real(*arguments)
             raise MoechatError("the disk is gone")
 
         patch.setattr(engine.passes, "run_successive", failing)
@@ -460,7 +476,7 @@ def test_an_answer_that_is_garbage_computes_nothing(
         for _ in range(count):
             next(steps)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.passes, "run_successive", lambda tokens, _: computed.append(tokens))
+            patch.setattr(engine.passes, "run_successive", lambda tokens, *_: computed.append(tokens))
             del steps
         assert not engine.decoder.rollback.in_use
         left = kept(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from moechat.models.decode.native_step import (
 )
 from moechat.models.decode.shared_expert import SharedBlock
 from moechat.models.decode.wiring import Wiring, recognise_wiring
-from moechat.models.state_layer import StateLayer
+from moechat.models.state_layer import StateLayer, places_of_states
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def step_of(wiring: Wiring, mixer: StateMixer, feed: Feed, *, scale: float = 1.0
         return slot
 
     finish = feed.finish(run, mixer.hidden_size, mixer.dtype)
-    places = Places(mixer.places, lambda place: place)
+    places = Places(partial(places_of_states, mixer.places), lambda place: place)
 
     return NativeStep(
         wiring=wiring,

@@ -11,7 +11,7 @@ depend on other tokens of the call. A trial compares both ways when the first su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import starmap
 from typing import Any
@@ -30,10 +30,13 @@ from moechat.models.decode.native_pass import NativePass
 from moechat.models.decode.native_step import NativeStep, layer_angles, native_part
 from moechat.models.decode.probe import FEW_TOKENS, probing
 from moechat.models.skeleton import base_of
+from moechat.models.state_layer import CopiedStates
 
 # Numbers of tokens in the passes of the trial, and most tokens that a conversation has before them.
 _TRIAL_TOKENS = (2, 3, 5, FEW_TOKENS, _native.MOST_STEP_TOKENS)
 _TRIAL_HELD = 4
+
+Copies = Mapping[int, CopiedStates]  # by the number of the layer
 
 
 class TogetherPass:
@@ -117,13 +120,16 @@ class TogetherPass:
             self._usable_successive = self._agrees(self._same_successive)
         return self._usable_successive
 
-    def run_successive(self, tokens: Sequence[int], cache: Any) -> torch.Tensor | None:
+    def run_successive(
+        self, tokens: Sequence[int], cache: Any, copies: Sequence[Copies] = ()
+    ) -> torch.Tensor | None:
         """Compute successive tokens of one cache, as passes of their own would.
 
         REQUIRES: the layers of the cache have room for them.
 
         Args:
             tokens: Their ids, at most :attr:`most`.
+            copies: For the last tokens, where states of layers are copied before each.
             cache: As for :meth:`run`, and so are the result and errors. After an error, each layer may have
                 some of the tokens.
         """
@@ -135,7 +141,7 @@ class TogetherPass:
             return None
         first = cache.get_seq_length()
         positions = range(first, first + len(tokens))
-        return self._logits(tokens, [cache] * len(tokens), positions, self._pairs, self._ends)
+        return self._logits(tokens, [cache] * len(tokens), positions, self._pairs, self._ends, copies)
 
     def _logits(
         self,
@@ -144,6 +150,7 @@ class TogetherPass:
         positions: Sequence[int],
         pairs: Sequence[tuple[Any, NativeStep]],
         ends: ModelEnds,
+        copies: Sequence[Copies] = (),
     ) -> torch.Tensor | None:
         hidden = ends.embed(torch.tensor([list(tokens)])).contiguous()
         each = [ends.angles(hidden, position) for position in positions]
@@ -159,6 +166,9 @@ class TogetherPass:
                 joined[id(rows[0])] = cos, sin
             turns.append(joined[id(rows[0])])
         slots = [[cache.layers[number] for cache in caches] for number in range(len(pairs))]
+        for row, copied in enumerate(copies, len(tokens) - len(copies)):
+            for number, layer in copied.items():
+                slots[number][row] = layer
         self._by_rows = True
         try:
             whole = self._native(hidden, slots, turns) if len(pairs) == len(self._pairs) else None
@@ -167,20 +177,14 @@ class TogetherPass:
             for (layer, step), places, (cos, sin) in zip(pairs, slots, turns, strict=True):
                 out = step.decode(hidden, places, cos, sin)
                 if out is None:
-                    out = torch.cat(
-                        [
-                            layer(
-                                hidden[:, row : row + 1].contiguous(),
-                                **{CACHE: cache},
-                                position_embeddings=layer_angles(
-                                    cos[:, row : row + 1], sin[:, row : row + 1]
-                                ),
-                                use_cache=True,
-                            )
-                            for row, cache in enumerate(caches)
-                        ],
-                        dim=1,
-                    )
+                    rows = []
+                    for row, (cache, place) in enumerate(zip(caches, places, strict=True)):
+                        if isinstance(place, CopiedStates):
+                            place.copy()
+                        turn = layer_angles(cos[:, row : row + 1], sin[:, row : row + 1])
+                        x = hidden[:, row : row + 1].contiguous()
+                        rows.append(layer(x, position_embeddings=turn, use_cache=True, **{CACHE: cache}))
+                    out = torch.cat(rows, dim=1)
                 hidden = out
             logits = ends.logits(hidden)[0]
         finally:

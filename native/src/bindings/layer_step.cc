@@ -14,6 +14,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/arrays.h"
@@ -431,13 +432,23 @@ Mamba make_mamba(const std::string& type, std::int64_t heads, std::int64_t head_
   return mamba;
 }
 
-// Addresses of the states of a token: MixerStates.
-using States = std::pair<Address, Address>;
+// Fields of MixerStates of a token: addresses of its states, or those, of their copies, and the bytes of
+// both.
+using Copied = std::tuple<Address, Address, Address, Address, std::int64_t, std::int64_t>;
+using States = std::variant<std::pair<Address, Address>, Copied>;
 
 std::vector<MixerStates> mixer_states(const std::vector<States>& given) {
   std::vector<MixerStates> found;
   found.reserve(given.size());
-  for (const auto& [before, state] : given) found.push_back({at(before), at<float>(state)});
+  for (const States& one : given) {
+    if (const auto* plain = std::get_if<std::pair<Address, Address>>(&one)) {
+      found.push_back({at(plain->first), at<float>(plain->second)});
+      continue;
+    }
+    const auto& [before, state, before_copy, state_copy, before_bytes, state_bytes] = std::get<Copied>(one);
+    found.push_back(
+        {at(before), at<float>(state), at(before_copy), at<float>(state_copy), before_bytes, state_bytes});
+  }
   return found;
 }
 

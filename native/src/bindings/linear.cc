@@ -100,6 +100,18 @@ void bind_linear(py::module_& m) {
       .def_readonly("sz", &LinearLayout::sz)
       .def_readonly("super", &LinearLayout::super)
       .def_readonly("nbytes", &LinearLayout::nbytes)
+      .def(
+          "first_rows",
+          [](LinearLayout layout, std::int64_t rows) {
+            if (rows < 16 || rows > layout.rows || rows % 16 != 0) {
+              refuse(std::to_string(rows) + " of " + std::to_string(layout.rows) +
+                     " rows are not a number of whole tiles");
+            }
+            layout.rows = rows;
+            layout.tiles = rows / 16;
+            return layout;
+          },
+          py::arg("rows"))
       .def("__repr__", [](const LinearLayout& layout) {
         return "LinearLayout(rows=" + std::to_string(layout.rows) + ", cols=" + std::to_string(layout.cols) +
                (layout.kept() ? std::string(", encoding=") + encoding_name(layout.encoding)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "kernels/decode/step_memory.h"
@@ -18,6 +19,7 @@ namespace {
 constexpr std::int64_t kNormElements = 1 << 16;
 constexpr std::int64_t kAttendBytes = 1 << 17;  // of keys and values, which come from memory
 constexpr std::int64_t kPackElements = 1 << 16;
+constexpr std::int64_t kCopyBytes = 1 << 18;
 constexpr std::int64_t kDeltaElements = 1 << 15;  // of states, read twice and written once
 constexpr std::int64_t kMambaElements = 1 << 15;  // of states, read and written once
 constexpr std::int64_t kRouteProducts = 1 << 17;
@@ -74,6 +76,17 @@ void for_rows(const PackTask& task, const Run& run) {
 }
 
 }  // namespace
+
+void copy_bytes(const void* from, std::int64_t count, void* to) {
+  const auto* source = static_cast<const unsigned char*>(from);
+  auto* target = static_cast<unsigned char*>(to);
+  const auto run = [&](std::int64_t begin, std::int64_t end) {
+    std::memcpy(target + begin, source + begin, static_cast<std::size_t>(end - begin));
+  };
+  if (count < kCopyBytes) return run(0, count);
+  ThreadPool::Session session;
+  session.parallel_for(kMaxThreads, count, kCopyBytes / 4, run);
+}
 
 void pack_rows(const PackTask& task) {
   for_rows(task,

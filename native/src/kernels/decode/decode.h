@@ -8,6 +8,7 @@
 
 namespace moechat {
 
+void copy_bytes(const void* from, std::int64_t count, void* to);
 void rms_norm(const NormTask& task, std::int64_t rows);
 void rotate(const RotateTask& task);
 void attend(const AttendTask& task);

@@ -87,6 +87,7 @@ float* mixer_sums(const DeltaMixer& mixer, const NormTask* norm, const void* hid
   clock.add(&StepTimes::projections);
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (int part = 0; part < 4; ++part) *wanted[part] = row_of(first[part], t, row_bytes[part]);
+    copy_states(states[t]);
     task.before = states[t].before;
     task.state = states[t].state;
     task.out = mixed + t * mixed_cols * size;

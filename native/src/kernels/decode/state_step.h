@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/decode/decode.h"
 #include "kernels/decode/feed_step.h"
 #include "kernels/decode/step_memory.h"
 #include "kernels/decode/step_product.h"
@@ -15,11 +16,20 @@
 namespace moechat {
 
 // States of the conversation that a token belongs to: the last elements of a convolution, and what else the
-// mixer keeps, or null.
+// mixer keeps, or null. Both can be copied before the token is computed, so that it can be taken back.
 struct MixerStates {
   void* before;
   float* state;
+  void* before_copy = nullptr;  // or null: no copies
+  float* state_copy = nullptr;
+  std::int64_t before_bytes = 0, state_bytes = 0;
 };
+
+inline void copy_states(const MixerStates& states) {
+  if (states.before_copy == nullptr) return;
+  copy_bytes(states.before, states.before_bytes, states.before_copy);
+  if (states.state != nullptr) copy_bytes(states.state, states.state_bytes, states.state_copy);
+}
 
 // Mixer has `task.type` and `output`, and for it there are check_mixer(), and mixer_sums(): its result as
 // float32 sums [tokens, output.rows], behind a norm unless that is null. They stay until the next step of
@@ -36,7 +46,7 @@ struct StateStep {
 struct StateStepCall {
   std::int64_t tokens;        // 1 to kMostStepTokens
   const void* hidden;         // [tokens, hidden]
-  const MixerStates* states;  // [tokens]; no two of them overlap
+  const MixerStates* states;  // [tokens]; those of two tokens are the same, or do not overlap
   void* residual;             // [tokens, hidden], output: hidden plus the mixer's; must not overlap hidden
   FeedRows rows;              // outputs; its residual is unused
 };
@@ -74,6 +84,7 @@ float* sums_of_two_projections(const Mixer& mixer, const NormTask* norm, const v
   kernel.narrow(type, sums, rows, row);
   clock.add(&StepTimes::projections);
   for (std::int64_t t = 0; t < tokens; ++t) {
+    copy_states(states[t]);
     between(row + t * row_cols * size, states[t], results + t * made_cols * size);
   }
   clock.add(&StepTimes::attention);
