@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,8 @@ from moechat.models.mtp_head import MtpHead
 
 # Hidden states that wait for a guess, at most; then they become entries without one.
 _MOST_WAITING = 256
+# Of so many latest tokens of the text, at most this share may be rare if only frequent ones are guessed.
+_LATEST, _MOST_RARE = 256, 0.05
 
 
 class MtpEntries:
@@ -81,7 +83,10 @@ class MtpEntries:
         tokens = known[self._position + 1 :]
         self._rows = None
         self._position += len(tokens)
-        return self._head.guess(self._cache, tokens, rows, count, self._bias)
+        latest = known[-_LATEST:]
+        rare = sum(token >= self._head.frequent for token in latest)
+        among: Literal["all", "frequent"] = "all" if rare > _MOST_RARE * len(latest) else "frequent"
+        return self._head.guess(self._cache, tokens, rows, count, self._bias, among)
 
     def _feed(self, known: Sequence[int], keep: int) -> None:
         """Make entries of all hidden states whose next token is known, but for the last ones."""

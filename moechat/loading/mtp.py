@@ -89,7 +89,7 @@ def load_mtp(
         return install_native_modules(head).together
 
     try:
-        head = MtpHead(skeleton.model, main, entry.module, outline.cache, install)
+        head = MtpHead(skeleton.model, main, outline.cache, install)
     except ValueError:
         return None, plan
     return head, replace(plan, mtp=nbytes)

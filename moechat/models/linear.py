@@ -227,6 +227,11 @@ class PackedLinear(_Dense):
         """The product as an object for native code; it keeps the weights alive."""
         return _native.packed_product(self.layout, self.data, self._bias32, self.activation_bits)
 
+    def first_rows(self, rows: int) -> PackedLinear:
+        """A layer with the first outputs of this one, a multiple of 16, which reads the same weights."""
+        bias = None if self.bias is None else self.bias[:rows]
+        return PackedLinear(self.layout.first_rows(rows), self.data, bias, self.activation_bits, self._dtype)
+
 
 class SplitLinear(_Dense):
     """``nn.Linear`` whose rows are packed in parts with different bits.
@@ -242,6 +247,15 @@ class SplitLinear(_Dense):
         super().__init__(rows, first.in_features, torch.cat(biases) if biases else None, first._dtype)
         self._most_few = 1  # rows of several tokens do not lie one behind the other
         self.parts = tuple(parts)  # no submodules: what walks a model counts this layer once
+
+    def first_rows(self, rows: int) -> SplitLinear:
+        """A layer with the first outputs of this one, a multiple of 16, which reads the same weights."""
+        found: list[PackedLinear] = []
+        for part in self.parts:
+            if rows > 0:
+                found.append(part.first_rows(min(rows, part.out_features)))
+            rows -= part.out_features
+        return SplitLinear(found)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,12 +19,17 @@ from moechat.models.cache_argument import CACHE
 from moechat.models.cache_rollback import make_room
 from moechat.models.decode.together import TogetherPass
 from moechat.models.decode.wiring import ends_of
+from moechat.models.linear import TILE_ROWS, PackedLinear, SplitLinear
 from moechat.models.mtp import MtpInputs
-from moechat.models.skeleton import EXPERTS_RUNNER, base_of
+from moechat.models.skeleton import base_of
 from moechat.models.threads import thread_invariant_pass
 from moechat.sizes.cache_shape import CacheShape
 
 MOST_GUESSES = 3  # of a draft
+# Tokenizers number tokens about by their frequency. The head's product takes longer than its layer.
+_FREQUENT_SHARE = 1 / 4
+# Projections of an attention module to and from queries, and from its results.
+_UNWANTED = ("q_proj", "q_a_proj", "q_b_proj", "o_proj")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -55,8 +60,10 @@ class _Outputs(nn.Module):
     """The model's head, for as many rows as are wanted; in the place of a head.
 
     Attributes:
-        wanted: ``all``, ``last`` or ``none``: the rows whose logits are computed.
+        wanted: The rows whose logits are computed: ``all``, the ``last`` one, its ``frequent`` tokens only,
+            or ``none``.
         row: ``[1, 1, hidden]``, the last row of the latest call.
+        frequent: Tokens with the ids below are frequent.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -64,20 +71,28 @@ class _Outputs(nn.Module):
         self.head = head
         self.wanted = "all"
         self.row: torch.Tensor | None = None
+        rows: int = head.out_features  # type: ignore[assignment]
+        self.frequent = round(rows * _FREQUENT_SHARE / TILE_ROWS) * TILE_ROWS
+        self._first: nn.Module = head
+        if isinstance(head, PackedLinear | SplitLinear) and self.frequent:
+            self._first = head.first_rows(self.frequent)
+        else:
+            self.frequent = rows
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.row = rows[:, -1:]
         if self.wanted == "none":
             return self.row
-        found: torch.Tensor = self.head(rows if self.wanted == "all" else self.row.contiguous())
-        return found
+        head = self._first if self.wanted == "frequent" else self.head
+        logits: torch.Tensor = head(rows if self.wanted == "all" else self.row.contiguous())
+        return logits
 
 
-class _NoExperts:
-    """Stands for experts where only the keys and values of a layer are wanted."""
+def _zeros(columns: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(()).expand(*x.shape[:-1], columns)
 
-    def forward(self, hidden: torch.Tensor, _index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden)
+    return forward
 
 
 class MtpHead:
@@ -88,7 +103,6 @@ class MtpHead:
     Args:
         head: The model of one layer, with its weights, without native modules.
         main: The model, with its native modules.
-        experts: The experts module of the head.
         cache: Shape of the head's attention cache.
         install: Makes the passes of the head from it; ``None``: its layer is not recognised.
 
@@ -106,13 +120,11 @@ class MtpHead:
         self,
         head: Any,
         main: Any,
-        experts: nn.Module,
         cache: CacheShape,
         install: Callable[[Any], TogetherPass | None],
     ) -> None:
         self.cache = cache
         self._model = head
-        self._experts = experts
         self._inputs: MtpInputs = base_of(head).embed_tokens
         self._inputs.embedding = ends_of(base_of(main))[0]
         self._outputs = head.lm_head = _Outputs(main.lm_head)
@@ -123,6 +135,19 @@ class MtpHead:
         self.most = together.most
         self.kept_states = MOST_GUESSES
         self.hidden = HiddenStates(main)
+        # What makes neither keys nor values.
+        (layer,) = base_of(head).layers
+        width = base_of(main).config.get_text_config().hidden_size
+        self._unwanted: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {layer.mlp: _zeros(width)}
+        for name in _UNWANTED:
+            projection = getattr(layer.self_attn, name, None)
+            if projection is not None:
+                self._unwanted[projection] = _zeros(projection.out_features)
+
+    @property
+    def frequent(self) -> int:
+        """Tokens with ids below are frequent."""
+        return self._outputs.frequent
 
     def new_cache(self, tokens: int) -> Any:
         """An attention cache of the head for so many tokens."""
@@ -136,13 +161,18 @@ class MtpHead:
             tokens: Their ids.
             rows: ``[1, tokens, hidden]``, the model's hidden states for the token before each.
         """
-        runner = vars(self._experts)[EXPERTS_RUNNER]
-        vars(self._experts)[EXPERTS_RUNNER] = _NoExperts()
+        before = {module: vars(module).get("forward") for module in self._unwanted}
+        for module, zeros in self._unwanted.items():
+            vars(module)["forward"] = zeros
         try:
             with self._computing("none", rows):
                 self._forward(tokens, cache)
         finally:
-            vars(self._experts)[EXPERTS_RUNNER] = runner
+            for module, forward in before.items():
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
 
     def guess(
         self,
@@ -151,6 +181,7 @@ class MtpHead:
         rows: torch.Tensor,
         count: int,
         bias: Mapping[int, float] = _NO_BIAS,
+        among: Literal["all", "frequent"] = "all",
     ) -> list[int]:
         """Add entries to an attention cache, and guess the tokens that follow the last one.
 
@@ -160,19 +191,22 @@ class MtpHead:
             rows: See there.
             count: Tokens to guess, at least one; later ones follow from the earlier.
             bias: Added to the logits of tokens.
+            among: ``frequent``: guess only tokens with ids below :attr:`frequent`, which is faster.
         """
+        wanted = "last" if among == "all" else "frequent"
         self._together.try_successive()  # with all logits, and no hidden states
         found: list[int] = []
         while True:
-            with self._computing("last", rows):
+            with self._computing(wanted, rows):
                 logits = None
                 if len(tokens) <= self._together.most_successive and make_room(cache, len(tokens)):
                     logits = self._together.run_successive(tokens, cache)
                 if logits is None:
                     logits = self._forward(tokens, cache)
             likely = logits[-1].float()
-            if bias:
-                likely[list(bias)] += torch.tensor(list(bias.values()))
+            for token, value in bias.items():
+                if token < len(likely):
+                    likely[token] += value
             found.append(int(likely.argmax()))
             assert self._outputs.row is not None
             if len(found) == count:
