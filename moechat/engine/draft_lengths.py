@@ -14,20 +14,25 @@ from moechat.steps import MOST_DRAFT
 
 # Sizes of passes that are tried, ascending, and how much longer they take than a pass of one token, until
 # that is measured: experts of Qwen3-30B-A3B, chosen at random, in memory.
-_FIRST_COSTS = {2: 1.35, 4: 2.0, 8: 3.2, 1 + MOST_DRAFT: 5.2}
+_FIRST_COSTS = {2: 1.35, 3: 1.7, 4: 2.0, 8: 3.2, 1 + MOST_DRAFT: 5.2}
+# Those that drafts from the text have.
+_SIZES = (2, 4, 8, 1 + MOST_DRAFT)
 # By the least number of tokens in common: the share of guesses that are right, until it is known.
 _FIRST_SHARES = {LEAST_MATCH: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 7: 0.75, 10: 0.85, 17: 0.9}
 # As many guesses as the first shares count for, and how fast later ones outweigh earlier ones.
 _FIRST_WEIGHT, _DECAY = 8.0, 0.98
 _SMOOTHING = 0.2
-# A time beyond this many times the expected one is an interruption.
-_OUTLIER = 4.0
+# A time beyond this many times the expected one is an interruption, and one time changes what is expected no
+# more than one this many times as long: the first ones wait for weights that were not used yet.
+_OUTLIER, _SURPRISE = 4.0, 1.25
 # How fast times go back to the first ones with each pass of one token, so that a size that was slow is tried
 # again.
 _FADING = 0.005
 # How much faster than no draft one must be expected to be: shares and costs are estimates. Those of a head
 # are measured in every pass.
 _LEAST_GAIN, _LEAST_HEAD_GAIN = 1.15, 1.03
+# After so many tokens without guesses of a head, it is tried once, if it may be this fast.
+_TRY_AFTER, _TRY_GAIN = 32, 0.8
 # Of a head: by the number of guesses before it in a draft, the share of guesses that are right if those
 # before are; and the time of the first guess and of each further one, in passes of one token.
 _FIRST_HEAD_SHARES = (0.75, 0.6, 0.5)
@@ -63,6 +68,7 @@ class DraftLengths:
         self._head_right = [share * _FIRST_WEIGHT for share in _FIRST_HEAD_SHARES]
         self._head_tried = [_FIRST_WEIGHT] * len(_FIRST_HEAD_SHARES)
         self.head_costs = _FIRST_HEAD_COSTS
+        self._without_head = 0  # passes of one token since its last guess
 
     def choose(self, length: int, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens to guess from what followed a place.
@@ -77,7 +83,7 @@ class DraftLengths:
         """
         share = self.share(length)
         best = Choice(0, _LEAST_GAIN / self.cost(behind))
-        for size in _FIRST_COSTS:
+        for size in _SIZES:
             guesses = size - behind
             if guesses < 1 or size > most:
                 continue
@@ -88,7 +94,8 @@ class DraftLengths:
 
     def choose_head(self, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens a head should guess; arguments as for :meth:`choose`."""
-        best = Choice(0, _LEAST_HEAD_GAIN / self.cost(behind))
+        gain = _LEAST_HEAD_GAIN if self._without_head < _TRY_AFTER else _TRY_GAIN
+        best = Choice(0, gain / self.cost(behind))
         shares = [right / tried for right, tried in zip(self._head_right, self._head_tried, strict=True)]
         first, further = self.head_costs
         for guesses in range(1, min(len(shares), most - behind) + 1):
@@ -115,6 +122,7 @@ class DraftLengths:
     def passed(self, size: int, seconds: float) -> None:
         """A pass of so many tokens took so long."""
         if size == 1:
+            self._without_head += 1
             alone = self._alone or seconds
             self._alone = alone + _SMOOTHING * (min(seconds, _OUTLIER * alone) - alone)
             for each, first in _FIRST_COSTS.items():
@@ -130,7 +138,7 @@ class DraftLengths:
         elif size in self._costs and self._alone:
             before, found = self._costs[size], max(1.0, seconds / self._alone)
             if found < _OUTLIER * before:
-                self._costs[size] = before + _SMOOTHING * (found - before)
+                self._costs[size] = before + _SMOOTHING * (min(found, _SURPRISE * before) - before)
 
     def verified(self, length: int, guesses: int, right: int) -> None:
         """Of some guesses the first ``right`` were right, and the next one, if there is any, was not."""
@@ -141,11 +149,12 @@ class DraftLengths:
 
     def head_took(self, guesses: int, seconds: float) -> None:
         """A head took so long for some guesses."""
+        self._without_head = 0
         if not self._alone:
             return
         first, further = self.head_costs
         expected = first + further * (guesses - 1)
-        found = min(seconds / self._alone / expected, _OUTLIER)
+        found = min(seconds / self._alone / expected, _SURPRISE)
         change = 1 + _SMOOTHING * (found - 1)
         self.head_costs = first * change, further * change
 

@@ -12,9 +12,10 @@ from moechat.loading.model import Report
 from moechat.loading.weights import load_weights
 from moechat.models.decode import install_native_modules
 from moechat.models.decode.together import TogetherPass
-from moechat.models.mtp import MTP_TYPES, build_mtp_skeleton, mtp_names
+from moechat.models.mtp import build_mtp_skeleton, mtp_names
 from moechat.models.mtp_head import MOST_GUESSES, MtpHead
 from moechat.models.mtp_tensors import MtpTensors
+from moechat.models.mtp_types import MTP_TYPES
 from moechat.models.outlining import outline_skeleton
 from moechat.models.threads import make_thread_invariant
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach
@@ -82,7 +83,12 @@ def load_mtp(
     load_weights(store, skeleton, form, dtype, placement, report, source=tensors)
     (entry,) = skeleton.experts
     records = store.expert_layer(record.layer)
-    attach(entry.module, ExpertLayer(store.geometry, records, ExpertCounters(), form.activation_bits))
+    attach(
+        entry.module,
+        ExpertLayer(
+            store.geometry, records, ExpertCounters(), form.activation_bits, store.manifest.mtp_ordinal
+        ),
+    )
     make_thread_invariant(skeleton.model)
 
     def install(head: Any) -> TogetherPass | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,7 +22,8 @@ from moechat.models.checkpoint_checks import about_config, require_each_expert, 
 from moechat.models.expert_tensors import named_experts, plan_named_layer
 from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
-from moechat.models.mtp import MTP_TYPES, build_mtp_skeleton, mtp_names
+from moechat.models.mtp import build_mtp_skeleton, mtp_names
+from moechat.models.mtp_types import MTP_TYPES
 from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, config_from, experts_geometry
 from moechat.store.checkpoint import Checkpoint
@@ -162,9 +163,9 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     weight_type = _weight_type(checkpoint, layers)
     geometry = experts_geometry(skeleton.experts, 16, weight_type)
     kept, not_kept = kept_encodings(checkpoint, geometry, layers)
-    head = None if named else _plan_mtp(checkpoint, config, unused, geometry, weight_type, kept)
+    head = _plan_mtp(checkpoint, config, unused, named, geometry, weight_type, kept)
     if head is not None:
-        dense_keys = sorted([*dense_keys, *head[1]], key=_natural)
+        dense_keys = sorted([*dense_keys, *head.dense_keys], key=_natural)
     plan = CheckpointPlan(
         model_type=config.model_type,
         experts=geometry,
@@ -174,7 +175,8 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         read_before=() if reads is None else _read_before(reads, dense, len(layers)),
         kept=kept,
         not_kept=not_kept,
-        mtp=None if head is None else head[0],
+        mtp=None if head is None else head.experts,
+        mtp_ordinal=0 if head is None else head.ordinal,
     )
     _check_dense(skeleton, checkpoint, dense)
     made = {name for target in targets.values() for name in target.names}
@@ -186,29 +188,39 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     return plan
 
 
+class _Head(NamedTuple):
+    """A head for multi-token prediction: its experts, its other tensors, and a layer with its encodings."""
+
+    experts: ExpertLayerSource
+    dense_keys: list[str]
+    ordinal: int
+
+
 def _plan_mtp(
     checkpoint: Checkpoint,
     config: Any,
     unused: list[str],
+    named: frozenset[str],
     geometry: ExpertGeometry,
     weight_type: WeightType,
     kept: tuple[tuple[str, str], ...],
-) -> tuple[ExpertLayerSource, list[str]] | None:
+) -> _Head | None:
     """The experts and the dense tensors of a head for multi-token prediction.
 
     Args:
         checkpoint: The checkpoint.
         config: Its configuration.
         unused: Tensors that the model without the head does not use.
+        named: Those that are named as experts, if there are such.
         geometry: Of the model's experts.
         weight_type: Of the model's experts in the checkpoint.
-        kept: Encodings that a store keeps; those of the head have to be the same in all layers.
+        kept: Encodings that a store keeps; those of the head have to be the same as in one layer.
 
     Returns:
         ``None``: there is none that can be used.
     """
     text = config.get_text_config()
-    if config.model_type not in MTP_TYPES or len(set(kept)) > 1 or geometry.layer_gates:
+    if config.model_type not in MTP_TYPES or geometry.layer_gates:
         return None
     skeleton = build_mtp_skeleton(config, torch.float32)
     (entry,) = skeleton.experts
@@ -217,18 +229,25 @@ def _plan_mtp(
     for target in targets.values():
         target.sources = {pattern: [keys[own] for own in names] for pattern, names in target.sources.items()}
     made = {name for target in targets.values() for name in target.names}
-    if missing_dense(skeleton, made) or entry.geometry(16, geometry.weight_type) != geometry:
+    missing = missing_dense(skeleton, made | (skeleton.expert_names if named else frozenset()))
+    if missing or entry.geometry(16, geometry.weight_type) != geometry:
         return None
     dense = [target for name, target in targets.items() if name not in skeleton.expert_names]
+    depth = text.num_hidden_layers
     try:
         _check_dense(skeleton, checkpoint, dense)
-        experts = replace(_plan_layer(entry, targets, checkpoint), layer=text.num_hidden_layers)
+        if named:
+            experts = plan_named_layer(replace(entry, layer=depth), named, checkpoint)
+        else:
+            experts = replace(_plan_layer(entry, targets, checkpoint), layer=depth)
         same_type = _weight_type(checkpoint, (experts,)) is weight_type
     except (CheckpointError, UnsupportedModelError):
         return None  # the model runs without it
-    if not same_type or (kept and kept_encodings(checkpoint, geometry, [experts])[0] != kept[:1]):
+    own = kept_encodings(checkpoint, geometry, [experts])[0] if kept else ()
+    if not same_type or (kept and not (own and own[0] in kept)):
         return None
-    return experts, [key for target in dense for key in target.keys]
+    keys_of_dense = [key for target in dense for key in target.keys]
+    return _Head(experts, keys_of_dense, kept.index(own[0]) if kept else 0)
 
 
 def _read_before(

@@ -15,8 +15,9 @@ from typing import Any
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.expert_tensors import expert_name
 from moechat.models.gguf_architectures import ARCHITECTURES
-from moechat.models.gguf_families.architecture import Architecture, Place, common_config
+from moechat.models.gguf_families.architecture import Architecture, Place, common_config, head_place
 from moechat.models.gguf_metadata import EMBEDDING, VOCABULARY, Metadata, without_float32_rounding
+from moechat.models.mtp_types import MTP_TYPES
 from moechat.store.gguf_file import BF16, F16, I32, PLAIN, GgufSource
 from moechat.store.gguf_header import GgufArray, GgufHeader, GgufTensor
 from moechat.store.gguf_tables import Tables
@@ -177,6 +178,7 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
     experts = metadata.size("expert_count")
     expert_type = _expert_type(metadata.header)
     layer = architecture.layer(config)
+    heads = config["model_type"] in MTP_TYPES
     found: dict[str, GgufSource] = {}
     unknown = []
     for tensor, described in tensors.items():
@@ -187,7 +189,7 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
                 f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {every}",
                 hint="download or copy the file again",
             )
-        if number is not None and number >= kept:
+        if number is not None and number >= kept and (number > kept or not heads):
             continue  # of a layer that only predicts further tokens
         if number is not None and (part in _EXPERTS or _EXPERT.fullmatch(part)):
             found |= _expert_sources(tensor, described, number, part, experts, expert_type, where)
@@ -195,6 +197,10 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
         place = architecture.model.get(part) if number is None else layer.get(part)
         if place is None and number is not None:
             place = architecture.own(config, number).get(part)
+        if place is None and number == kept:
+            place = head_place(layer, part)
+        if place is None and number == kept:
+            continue  # a repetition of the embedding or the head
         if place is not None:
             prefix = "" if number is None else f"model.layers.{number}."
             for each in place if isinstance(place, tuple) else (place,):

@@ -19,15 +19,9 @@ import torch
 from torch import nn
 
 from moechat.errors import UnsupportedModelError
+from moechat.models.mtp_types import MTP_TYPES
 from moechat.models.skeleton import Skeleton, base_of, build_skeleton
 
-# Model types whose heads are known to be built so, in one of the layouts of MtpNames.
-MTP_TYPES = frozenset(
-    {
-        *("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("glm4_moe", "glm4_moe_lite", "deepseek_v3"),
-    }
-)
 _EMBEDDING = "embed_tokens"
 _TOKEN_NORM, _HIDDEN_NORM, _PROJECTION = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
 # Of a layer behind the last one, as DeepSeek names it: what it has beside a decoder layer.

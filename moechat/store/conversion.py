@@ -15,7 +15,7 @@ from moechat.store.calibrated import Calibration, PackExpert
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.encoded_file import dense_chunks
 from moechat.store.expert_refs import ExpertRef, VectorRef
-from moechat.store.manifest import MTP_EXPERTS
+from moechat.store.manifest import mtp_ordinal
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
@@ -223,9 +223,8 @@ class Conversion:
         write(planned.header)
         advance(len(planned.header), "experts", f"layer {planned.source.layer}")
         geometry = self._outline.geometry
-        # Where encodings are kept, a head for multi-token prediction has those of all layers.
-        ordinal = 0 if planned.name == MTP_EXPERTS else self._experts.index(planned)
-        layout = geometry.layout_of(ordinal)
+        ordinal = mtp_ordinal(planned.name)
+        layout = geometry.layout_of(self._experts.index(planned) if ordinal is None else ordinal)
         buffer = _page_aligned(geometry)
         count = len(planned.source.experts)
         for number, expert in enumerate(planned.source.experts):

@@ -19,13 +19,13 @@ from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
-    MTP_EXPERTS,
     LayerRecord,
     Manifest,
     Quantisation,
     SourceRecord,
     build_versions,
     dense_format,
+    mtp_ordinal,
 )
 from moechat.store.outline import DenseFile, ExpertsFile, StoreOutline, outline_store
 from moechat.store.progress import ConvertProgress, ProgressCallback
@@ -214,7 +214,9 @@ def _manifest(
     revision: str | None,
     remarks: Mapping[str, str],
 ) -> Manifest:
-    experts = [file for file in outline.files if isinstance(file, ExpertsFile) and file.name != MTP_EXPERTS]
+    experts = [
+        file for file in outline.files if isinstance(file, ExpertsFile) and mtp_ordinal(file.name) is None
+    ]
     return Manifest(
         source=SourceRecord(source_name, revision, checkpoint.fingerprint(), plan.weight_type),
         created_by=build_versions() | dict(remarks),

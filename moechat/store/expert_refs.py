@@ -145,6 +145,7 @@ class CheckpointPlan:
         not_kept: Why experts that are quantised cannot be kept; empty if they can, or are not quantised.
         mtp: The experts of the head for multi-token prediction; ``None``: there is none. Its other tensors
             are among ``dense_keys``.
+        mtp_ordinal: Number among ``layers`` of one whose kept encodings the head has.
     """
 
     model_type: str
@@ -156,6 +157,7 @@ class CheckpointPlan:
     kept: tuple[tuple[str, str], ...] = ()
     not_kept: str = ""
     mtp: ExpertLayerSource | None = None
+    mtp_ordinal: int = 0
 
     @property
     def stored_layers(self) -> tuple[ExpertLayerSource, ...]:

@@ -36,15 +36,26 @@ _QUANTISED_FORMAT = 2
 # Format 1 had other scales for weights of 2 to 4 bits; at 8 and 16 bits the formats are the same.
 _SAME_FROM_BITS = 8
 MANIFEST_NAME = "manifest.json"
-# File with the experts of the head for multi-token prediction. A store need not have one, and versions that
-# do not know it leave it alone.
-MTP_EXPERTS = "experts-mtp.safetensors"
+# File with the experts of the head for multi-token prediction, and the number of the expert layer whose
+# encodings they have. A store need not have one, and versions that do not know it leave it alone.
+_MTP_EXPERTS = re.compile(r"experts-mtp-(\d{5})\.safetensors")
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_LAYERS = 100_000
 _ROOT_FIELDS = ["format_version", "source", "created_by", "model_type", "geometry", "layers"]
 _ROOT_FIELDS += ["neuron_order", "quantisation", "files", "checksum"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def mtp_file(ordinal: int) -> str:
+    """Name of the file with the experts of a head that have the encodings of expert layer ``ordinal``."""
+    return f"experts-mtp-{ordinal:05d}.safetensors"
+
+
+def mtp_ordinal(name: str) -> int | None:
+    """The number in a name of :func:`mtp_file`; ``None``: it is another file."""
+    match = _MTP_EXPERTS.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def damage_hint(store: Path, *, repairable: bool = False) -> str:
@@ -200,10 +211,16 @@ class Manifest:
     @property
     def mtp(self) -> LayerRecord | None:
         """The experts of the head for multi-token prediction, as another layer behind the last one."""
-        if MTP_EXPERTS not in self.files:
+        file = next((name for name in self.files if mtp_ordinal(name) is not None), None)
+        if file is None:
             return None
         last = self.layers[-1]
-        return LayerRecord(last.layer + 1, last.module, MTP_EXPERTS)
+        return LayerRecord(last.layer + 1, last.module, file)
+
+    @property
+    def mtp_ordinal(self) -> int:
+        """Number of the expert layer whose encodings :attr:`mtp` has."""
+        return 0 if self.mtp is None else mtp_ordinal(self.mtp.file) or 0
 
     @property
     def stored_layers(self) -> tuple[LayerRecord, ...]:
@@ -333,6 +350,9 @@ class Manifest:
             raise ValueError(f"kept has {len(self.geometry.kept)} layers of {len(self.layers)}")
         if self.geometry.layer_gates and len(self.geometry.layer_gates) != len(self.layers):
             raise ValueError(f"layer_gates has {len(self.geometry.layer_gates)} layers of {len(self.layers)}")
+        heads = [name for name in self.files if mtp_ordinal(name) is not None]
+        if len(heads) > 1 or self.mtp_ordinal >= len(self.layers):
+            raise ValueError(f"the files {heads[:2]} are not those of one head")
         names = [item.file for item in self.stored_layers]
         if len(set(names)) != len(names):
             raise ValueError("two layers share a file")

@@ -11,7 +11,7 @@ from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.encoded_file import encodings_header, planned_dense
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef
-from moechat.store.manifest import MTP_EXPERTS
+from moechat.store.manifest import mtp_file
 from moechat.store.safetensors_file import (
     DIRECT_IO_ALIGNMENT,
     DTYPE_BITS,
@@ -100,7 +100,7 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
     header = experts_header(geometry)
     for layer in plan.stored_layers:
         size = len(header) + geometry.layer_bytes
-        name = MTP_EXPERTS if layer is plan.mtp else experts_file_name(layer.layer)
+        name = mtp_file(plan.mtp_ordinal) if layer is plan.mtp else experts_file_name(layer.layer)
         files.append(ExpertsFile(name, layer, header, size))
     return StoreOutline(geometry, tuple(files))
 

@@ -26,12 +26,12 @@ from moechat.store.files import explained, format_bytes
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
     MANIFEST_NAME,
-    MTP_EXPERTS,
     LayerRecord,
     Manifest,
     Quantisation,
     SourceRecord,
     build_versions,
+    mtp_file,
 )
 from moechat.store.outline import dense_file_name, experts_file_name, experts_header
 from moechat.store.progress import ConvertProgress, ProgressCallback
@@ -185,7 +185,7 @@ class _Writer:
             self._write_experts(name, f"layer {layer}", pool)
             records.append(LayerRecord(layer, module, name))
         if model.mtp:
-            self._write_experts(MTP_EXPERTS, "multi-token prediction", pool)
+            self._write_experts(mtp_file(0), "multi-token prediction", pool)
         return records
 
     def _write_experts(self, name: str, title: str, pool: _ExpertPool) -> None:

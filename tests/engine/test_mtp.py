@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny_family
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf_families import FAMILIES as GGUF_FAMILIES
+from gguf_family import gguf_tensors, random_model
+from gguf_writing import all_as, write_family
 from mtp_support import DEEPSEEK, FAMILIES, NO_MTP, write_with_head
 from safetensors.torch import load_file, save_file
+from transformers import modeling_layers
 
 import moechat
 from moechat import StoreDamagedError
@@ -19,7 +25,7 @@ from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.offload.settings import OffloadOptions
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
-from moechat.store.manifest import MTP_EXPERTS
+from moechat.store.manifest import mtp_file
 from moechat.store.store import Store
 
 pytestmark = NO_MTP
@@ -155,6 +161,22 @@ def test_a_head_that_is_not_whole_is_left_out(
         assert len(list(engine.generate(TEXT, max_new_tokens=5))) == 5
 
 
+def test_a_model_that_also_takes_pictures_has_a_head(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "qwen3_5_moe_text", eos_token_id=None)
+    whole = tiny_family("qwen3_5_moe").to_dict()
+    whole["text_config"] = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: each
+        for key, each in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with moechat.load(source, bits=8) as engine:
+        assert engine.loaded.config.model_type == "qwen3_5_moe"
+        assert engine.loaded.mtp is not None
+
+
 def test_a_store_has_the_head_and_checks_it(tmp_path: Path, home: Path) -> None:
     source = tmp_path / "model"
     write_with_head(source, DEEPSEEK[0], eos_token_id=None)
@@ -165,13 +187,13 @@ def test_a_store_has_the_head_and_checks_it(tmp_path: Path, home: Path) -> None:
     assert store.expert_layer(store.manifest.mtp.layer).shape == store.geometry.layer_shape
     # Earlier versions read the same manifest: they list all files, and know nothing of this one.
     content = json.loads((tmp_path / "store" / "manifest.json").read_text())
-    assert MTP_EXPERTS in content["files"]
-    assert MTP_EXPERTS not in json.dumps(content["layers"])
-    path = tmp_path / "store" / MTP_EXPERTS
+    assert mtp_file(0) in content["files"]
+    assert mtp_file(0) not in json.dumps(content["layers"])
+    path = tmp_path / "store" / mtp_file(0)
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StoreDamagedError, match=MTP_EXPERTS):
+    with pytest.raises(StoreDamagedError, match=mtp_file(0)):
         Store.open(tmp_path / "store").verify()
 
 
@@ -200,3 +222,54 @@ def test_experts_in_pages_have_no_head(tmp_path: Path, home: Path) -> None:
     with moechat.load(source, bits=8, offload=OffloadOptions(pages=8)) as engine:
         assert engine.loaded.near is not None
         assert engine.loaded.mtp is None
+
+
+# ---- GGUF files
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "glm4moe", "deepseek2 (V3)"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_heads_of_gguf_files_are_those_of_transformers(
+    name: str, kind: Kind, tmp_path: Path, home: Path
+) -> None:
+    family = GGUF_FAMILIES[name]
+    types = {"layer_types": ["linear_attention"] + 2 * ["full_attention"]} if name == "qwen35moe" else {}
+    # The last layer becomes that of the head.
+    config = family.config(num_hidden_layers=3, **types)
+    model = random_model(config)
+    tensors = gguf_tensors(family, model)
+    config = family.config(num_hidden_layers=2, **{key: value[:2] for key, value in types.items()})
+    config.num_mtp_layers = 1
+    if types:
+        config.mtp_layer_types = ["full_attention"]
+    block = model.model.layers[2]
+    model.model.layers = model.model.layers[:2]
+    model.config = config
+    head = modeling_layers.MtpModel(model, 1).eval()
+    head.layers[0].mtp_block.load_state_dict(block.state_dict())
+    one = 1.0 if types else 0.0  # Qwen's norms add one to their weights, but not those of GGUF files
+    with torch.no_grad():
+        head.layers[0].eh_proj.weight.normal_(0, 0.1)
+    more = head.layers[0].state_dict()
+    for own, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head_norm")):
+        more[f"{own}.weight"].add_(0.2 * torch.randn(config.hidden_size))
+        tensors[f"blk.2.nextn.{theirs}.weight"] = (more[f"{own}.weight"] + one).numpy()
+    tensors["blk.2.nextn.eh_proj.weight"] = more["eh_proj.weight"].numpy()
+    # A repetition that is left out.
+    tensors["blk.2.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
+    path = tmp_path / "m.gguf"
+    changes = {"block_count": 3, "nextn_predict_layers": 1}
+    write_family(family, config, tensors, path, all_as(kind), changes=changes)
+    text = [token % config.vocab_size for token in TEXT]
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([text])).last_hidden_state
+    with moechat.load(path) as engine, torch.inference_mode():
+        ours = engine.loaded.mtp
+        assert ours is not None
+        for end in (5, 30, 60):
+            cache = ours.new_cache(64)
+            (found,) = ours.guess(cache, text[1:end], hidden[:, : end - 1].to(engine.loaded.dtype), 1)
+            positions = torch.arange(1, end)[None]
+            ids = torch.tensor([text[1:end]])
+            _, (logits,), _ = head(ids, hidden[:, : end - 1], None, positions, None)
+            assert logits[0, found] > logits.max() - 0.3 * logits.std()

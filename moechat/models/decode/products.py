@@ -12,6 +12,8 @@ from moechat import _native
 from moechat.models.element_types import ELEMENTS
 from moechat.models.linear import PackedLinear, StoredLinear
 
+_MOST_COPIED = 1 << 20  # elements
+
 
 def native_products(modules: Iterable[Any]) -> list[_native.DenseProduct] | None:
     """The products of some layers; ``None`` if one of them keeps weights that native code does not read."""
@@ -29,10 +31,26 @@ def row_product(module: nn.Module) -> _native.DenseProduct | None:
     weight = module._parameters.get("weight")
     if type(module) is not nn.Linear or weight is None or module.bias is not None:
         return None
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not (weight.is_cpu and weight.is_contiguous()):
+    halves = _in_halves(weight.detach())
+    if halves is None:
         return None
-    words = weight.detach().view(torch.int16).numpy().view("uint16")
-    return _native.rows16_product(words, weight.dtype is torch.float16, None)
+    words = halves.view(torch.int16).numpy().view("uint16")
+    return _native.rows16_product(words, halves.dtype is torch.float16, None)
+
+
+def _in_halves(weight: torch.Tensor) -> torch.Tensor | None:
+    """The same values in a type of 16 bits; ``None`` if they have none.
+
+    Models that compute in float32 mostly have weights that were stored in 16 bits.
+    """
+    if not (weight.is_cpu and weight.is_contiguous()):
+        return None
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return weight
+    if weight.dtype is not torch.float32 or weight.numel() > _MOST_COPIED:
+        return None
+    made = (weight.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+    return next((each for each in made if torch.equal(each.float(), weight)), None)
 
 
 def native_rows(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor] | None:

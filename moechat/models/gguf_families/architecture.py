@@ -83,6 +83,29 @@ ROUTER: Places = {"ffn_gate_inp.weight": "mlp.gate.weight"}
 DENSE_MLP: Places = {f"ffn_{part}.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
+# Of a head for multi-token prediction, beside its layer: named as in DeepSeek's checkpoints.
+_HEAD_NORMS = {
+    "nextn.enorm.weight": "enorm.weight",
+    "nextn.hnorm.weight": "hnorm.weight",
+    "nextn.shared_head_norm.weight": "shared_head.norm.weight",
+}
+
+
+def head_place(layer: Places, part: str) -> Place | None:
+    """Place of a tensor that heads for multi-token prediction have beside a layer; ``None``: it is no such.
+
+    Args:
+        layer: Places of a layer's tensors; the norms of heads are changed as its are.
+        part: Name of the tensor without ``blk.N.``.
+    """
+    if part == "nextn.eh_proj.weight":
+        return Place("eh_proj.weight")
+    if part not in _HEAD_NORMS:
+        return None
+    norm = layer["attn_norm.weight"]
+    return Place(_HEAD_NORMS[part], norm.changes if isinstance(norm, Place) else ())
+
+
 def joined_attention(queries: int, keys: int, values: int, *, bias: bool = False) -> Places:
     """Places of queries, keys and values in one tensor, with so many rows each."""
     sizes = {"q": queries, "k": keys, "v": values}
