@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
@@ -803,6 +804,61 @@ void prompts_of_states() {
   }
 }
 
+// Successive tokens of one sequence in one call, with copies of its states before each of the later ones:
+// they are the states that the sequence had then, and the results those of single tokens.
+template <class Layer>
+void copies_of_states(const Layer& layer,
+                      const std::function<std::vector<float>*(typename Layer::Sequence&)>& kept) {
+  constexpr std::int64_t kTokens = 3;
+  using Sequence = typename Layer::Sequence;
+  std::mt19937 generator{19};
+  const std::vector<float> hidden = random_values(generator, kTokens * Layer::kHidden);
+  Sequence alone(0), together(0);
+  std::vector<float> expected;
+  std::vector<std::vector<float>> before_each, state_each;
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    before_each.push_back(alone.before);
+    state_each.push_back(kept(alone) == nullptr ? std::vector<float>() : *kept(alone));
+    const std::vector<float> row(hidden.begin() + t * Layer::kHidden,
+                                 hidden.begin() + (t + 1) * Layer::kHidden);
+    FedTokens fed(1, Layer::kHidden);
+    layer.step({&alone}, row, fed);
+    expected.insert(expected.end(), fed.residual.begin(), fed.residual.end());
+  }
+  std::vector<float>* state = kept(together);
+  std::vector<std::vector<float>> before_copies(kTokens, std::vector<float>(together.before.size()));
+  std::vector<std::vector<float>> state_copies(kTokens,
+                                               std::vector<float>(state == nullptr ? 0 : state->size()));
+  std::vector<MixerStates> states;
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    MixerStates each{together.before.data(), state == nullptr ? nullptr : state->data()};
+    if (t > 0) {
+      each.before_copy = before_copies[t].data();
+      each.before_bytes = static_cast<std::int64_t>(together.before.size() * sizeof(float));
+      each.state_copy = state == nullptr ? nullptr : state_copies[t].data();
+      each.state_bytes = static_cast<std::int64_t>(state_copies[t].size() * sizeof(float));
+    }
+    states.push_back(each);
+  }
+  FedTokens fed(kTokens, Layer::kHidden);
+  state_step(layer.task, {kTokens, hidden.data(), states.data(), fed.residual.data(), fed.rows()});
+  EXPECT(fed.residual == expected);
+  EXPECT(together.before == alone.before);
+  for (std::size_t t = 1; t < kTokens; ++t) {
+    EXPECT(before_copies[t] == before_each[t] && state_copies[t] == state_each[t]);
+  }
+}
+
+void copied_bytes() {
+  std::mt19937 generator{20};
+  for (const std::int64_t count : {1, 1000, 300'001}) {
+    const std::vector<float> from = random_values(generator, count);
+    std::vector<float> to(from.size());
+    copy_bytes(from.data(), count * 4, to.data());
+    EXPECT(to == from);
+  }
+}
+
 void steps_of_layers() {
   AttentionLayer attention;
   SurroundedLayer surrounded;
@@ -822,6 +878,10 @@ void steps_of_layers() {
   sequences_of(latent8);
   sequences_of(delta);
   sequences_of(mamba);
+  copies_of_states<DeltaLayer>(delta, [](auto& sequence) { return &sequence.state; });
+  copies_of_states<MambaLayer>(mamba, [](auto& sequence) { return &sequence.state; });
+  copies_of_states<ConvLayer>(conv, [](auto&) { return nullptr; });
+  copied_bytes();
   attention.task.query.rows -= 1;
   surrounded.task.feed.norms->result.cols -= 1;
   conv.task.mixer.input.rows -= 1;

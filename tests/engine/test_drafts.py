@@ -147,6 +147,52 @@ def test_drafts_are_rarer_where_right_guesses_are_computed_again() -> None:
     assert lengths.choose(7, 16).guesses > lengths.choose(7, 16, kept=0).guesses
 
 
+def test_a_head_guesses_where_that_pays() -> None:
+    lengths = DraftLengths()
+    lengths.passed(1, 0.01)
+    assert lengths.choose_head(16).guesses >= 1
+    assert lengths.choose_head(1).guesses == 0
+    for _ in range(40):
+        lengths.head_verified(3, 3)
+    assert lengths.choose_head(16).guesses == 3
+    assert lengths.choose_head(3).guesses == 2
+    assert lengths.choose_head(3, 2).guesses == 1
+    for _ in range(40):
+        lengths.head_verified(2, 0)
+    assert lengths.choose_head(16).guesses == 0
+
+
+def test_a_head_whose_guesses_take_too_long_is_left_alone_and_tried_again() -> None:
+    lengths = DraftLengths()
+    for _ in range(40):
+        lengths.passed(1, 0.01)
+        lengths.head_took(1, 0.02)
+    assert lengths.choose_head(16).guesses == 0
+    for _ in range(40):
+        lengths.passed(1, 0.01)
+        if lengths.choose_head(16).guesses:
+            break
+    assert lengths.choose_head(16).guesses > 0
+
+
+def test_one_slow_start_does_not_end_the_guesses_of_a_head() -> None:
+    lengths = DraftLengths()
+    lengths.passed(1, 0.01)
+    lengths.head_took(1, 1.0)
+    lengths.passed(2, 0.03)
+    assert lengths.choose_head(16).guesses > 0
+
+
+def test_passes_of_three_tokens_are_measured_too() -> None:
+    lengths = DraftLengths()
+    for _ in range(60):
+        lengths.passed(1, 0.01)
+        lengths.passed(2, 0.012)
+        lengths.passed(3, 0.03)
+        lengths.head_verified(2, 2)
+    assert lengths.choose_head(3).guesses == 1
+
+
 # ---- answers stay the same
 
 
