@@ -136,10 +136,11 @@ class Decoder:
             states: Takes the hidden states of each chunk in order, ``[1, tokens, hidden]``, where the model
                 has a head for multi-token prediction.
         """
+        head = self.head
 
         def take(_begin: int, _output: Any) -> None:
-            if states is not None and self.head is not None and self.head.hidden.rows is not None:
-                states(self.head.hidden.rows)
+            if states is not None and head is not None and head.hidden.rows is not None:
+                states(head.hidden.rows)
 
         total, done = sum(chunk.shape[1] for chunk in chunks), 0
         if len(chunks) > 1:
@@ -302,8 +303,13 @@ class Decoder:
             except BaseException:
                 self.prompt_cache.give_up(held)
                 raise
-        if self.head is not None and held.head is None:
-            held.head = self.head.new_cache(held.capacity or self.passes.loaded.plan.context)
+        head = self.head
+        if head is not None and held.head is None:
+            try:
+                held.head = head.new_cache(held.capacity or self.passes.loaded.plan.context)
+            except BaseException:
+                self.prompt_cache.give_up(held)
+                raise
         return held
 
     def reserve(self, held: CachedTokens, tokens: int) -> None:
@@ -387,9 +393,9 @@ def _room(loaded: LoadedModel) -> CacheRoom | None:
     """The memory that caches share; ``None`` where each takes that of a whole context at once."""
     if loaded.accelerator is not None or not loaded.cache.reserved:
         return None
-    head = loaded.mtp
+    shapes = [loaded.cache] if loaded.mtp is None else [loaded.cache, loaded.mtp.cache]
 
     def nbytes(tokens: int) -> int:
-        return loaded.cache.nbytes(tokens) + (0 if head is None else head.cache.nbytes(tokens))
+        return sum(shape.nbytes(tokens) for shape in shapes)
 
     return CacheRoom(nbytes, loaded.plan.context, loaded.conversations)

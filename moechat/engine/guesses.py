@@ -54,10 +54,10 @@ class Guesses:
         self._known = known
         self._expected = settings.expected
         self._lookup: PromptLookup | None = None  # made where there may be drafts
-        head = decoder.head
+        self._head = decoder.head
         self._entries: MtpEntries | None = None
-        if head is not None:
-            self._entries = MtpEntries(head, held.head, len(held.tokens), settings.bias)
+        if self._head is not None and held.head is not None:
+            self._entries = MtpEntries(self._head, held.head, len(held.tokens), settings.bias)
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -74,8 +74,9 @@ class Guesses:
         if entries is not None:
             self._decoder.passes.run_head(lambda: entries.computed(position, rows, self._known))
 
-    def computed_until(self, end: int, rows: torch.Tensor | None) -> None:
-        """As :meth:`computed`, for a pass that ended before a position."""
+    def computed_until(self, end: int) -> None:
+        """As :meth:`computed`, of the latest pass, which ended before a position."""
+        rows = None if self._head is None else self._head.hidden.rows
         if rows is not None:
             self.computed(end - rows.shape[1], rows)
 

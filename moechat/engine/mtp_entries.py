@@ -19,8 +19,9 @@ class MtpEntries:
     """The entries of an answer in the attention cache of a head: tokens, each with the model's hidden states
     for the token before it.
 
-    An entry may be missing where hidden states were not kept: before the first new token of a conversation
-    that goes on, and where answers were computed together. Guesses are a little worse then.
+    Entries are missing where hidden states were not kept: for the last tokens of an earlier answer, for
+    answers without drafts or that were computed together, and for conversations that were copied or loaded.
+    Guesses are a little worse then.
 
     REQUIRES: inference mode for all that computes.
 

@@ -147,6 +147,7 @@ class Answer:
             if self._computed >= self._prompt and self._keep_drawn(held, pending, wanted) and computes:
                 self._recompute(held, wanted)
         finally:
+            self._guesses = None  # it has the cache, too
             self.decoder.rollback.forget(held.cache)
             self.decoder.end_request(self)
             self.decoder.keep(held, self._known[: self._computed], self._prompt)
@@ -275,8 +276,8 @@ class Answer:
         decoder.lengths.passed(len(latest) + len(draft), now - begun)
         if draft:
             self.stats = replace(self.stats, drafted_tokens=self.stats.drafted_tokens + len(draft))
-        if self._guesses is not None and decoder.head is not None:
-            self._guesses.computed_until(before + len(latest) + len(draft), decoder.head.hidden.rows)
+        if self._guesses is not None:
+            self._guesses.computed_until(before + len(latest) + len(draft))
         self._pending = _Pending(rows, now - guessing, found, alone=len(latest) + len(draft) == 1)
 
     def _count(self, stats: Stats) -> None:

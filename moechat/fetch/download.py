@@ -152,13 +152,14 @@ class Download:
             background.start(partial(transfer.fetch, file, self._source / file.path))
             background.wait()
         checkpoint = checkpoint_from_headers(self._source, transfer.remote, self._selection, self._headers)
-        plan = plan_checkpoint(checkpoint)
+        old = None if repair is None else Manifest.read(self.plan.destination / MANIFEST_NAME)
+        plan = plan_checkpoint(checkpoint, heads=old is None or old.mtp is not None)
         require_assets(checkpoint.path)
         shards = _HubShards(self._source, self._selection.shards, transfer, checkpoint.shards)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
         calibration, quantizer = None, "auto"
-        if repair is not None:
-            made_by = Manifest.read(self.plan.destination / MANIFEST_NAME).quantisation.solver
+        if old is not None:
+            made_by = old.quantisation.solver
             quantizer = quantizer_of(made_by)
             if made_by == CALIBRATED:
                 calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)

@@ -164,7 +164,7 @@ def _load(
             skeleton.model, parts, dtype, upkeep.notify, graphs=uses_graphs(outline, memory)
         )
     head = None
-    if mapped and gpu is None:
+    if mapped and gpu is None and native_modules.together is not None:
         head, plan = load_mtp(
             store, config, skeleton.model, outline.cache, dtype, options, plan, placement, report
         )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from moechat.budget.memory_plan import MemoryPlan
-from moechat.loading.model import Report
+from moechat.errors import MoechatError
+from moechat.loading.model import Progress, Report
 from moechat.loading.weights import load_weights
 from moechat.models.decode import install_native_modules
 from moechat.models.decode.together import TogetherPass
@@ -54,10 +55,7 @@ def load_mtp(
 
     Returns:
         The head, and the plan with it; ``None`` and ``plan`` if the store has no head, it does not fit into
-        what the plan has left, or its layer is not recognised.
-
-    Raises:
-        MoechatError: Its weights cannot be read.
+        what the plan has left, its layer is not recognised, or, with a notice, its weights cannot be read.
     """
     record = store.manifest.mtp
     if record is None or config.model_type not in MTP_TYPES:
@@ -80,9 +78,13 @@ def load_mtp(
     nbytes = int(_MARGIN * held)
     if nbytes > plan.budget - plan.total:
         return None, plan
-    load_weights(store, skeleton, form, dtype, placement, report, source=tensors)
     (entry,) = skeleton.experts
-    records = store.expert_layer(record.layer)
+    try:
+        load_weights(store, skeleton, form, dtype, placement, report, source=tensors)
+        records = store.expert_layer(record.layer)
+    except MoechatError as error:
+        report(Progress("notice", 0, None, f"the head for multi-token prediction is not used: {error}"))
+        return None, plan
     attach(
         entry.module,
         ExpertLayer(

@@ -81,7 +81,7 @@ def repair_store(path: Path, damaged: Collection[str], source: Path, report: Rep
 
 def _repaired(checkpoint: Checkpoint, path: Path, damaged: Collection[str], report: Report) -> Store:
     manifest = Manifest.read(path / MANIFEST_NAME)
-    plan = plan_checkpoint(checkpoint)
+    plan = plan_checkpoint(checkpoint, heads=manifest.mtp is not None)
     bits, made_by = manifest.geometry.wanted, manifest.quantisation.solver
 
     def notice(text: str) -> None:

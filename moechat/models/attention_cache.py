@@ -68,6 +68,14 @@ def reserve_tokens(cache: Any, capacity: int) -> None:
             layer.reserve(capacity)
 
 
+def keep_first(cache: Any, tokens: int) -> None:
+    """Cut the layers of a cache that hold more than so many tokens."""
+    for layer in cache.layers:
+        excess = layer.get_seq_length() - tokens
+        if excess > 0:
+            layer.crop(-excess)
+
+
 @torch.inference_mode()
 def copy_cache(cache: Any, tokens: int, capacity: int) -> Any:
     """A copy of a cache of :func:`new_cache`: the first ``tokens`` tokens of its reserved layers, and others.

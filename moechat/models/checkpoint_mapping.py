@@ -16,7 +16,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.errors import CheckpointError, UnsupportedModelError, UsageError
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.models.checkpoint_checks import about_config, require_each_expert, require_no_further_layers
 from moechat.models.expert_tensors import named_experts, plan_named_layer
@@ -128,8 +128,12 @@ def combine(target: Target, tensors: dict[str, torch.Tensor], model: Any) -> dic
     return {name: value[0] if isinstance(value, list) else value for name, value in combined.items()}
 
 
-def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
+def plan_checkpoint(checkpoint: Checkpoint, *, heads: bool = True) -> CheckpointPlan:
     """Determine the expert and dense tensors of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        heads: With its head for multi-token prediction, if it has one.
 
     Raises:
         UnsupportedModelError: moechat cannot run the model; the message gives the reason.
@@ -163,7 +167,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     weight_type = _weight_type(checkpoint, layers)
     geometry = experts_geometry(skeleton.experts, 16, weight_type)
     kept, not_kept = kept_encodings(checkpoint, geometry, layers)
-    head = _plan_mtp(checkpoint, config, unused, named, geometry, weight_type, kept)
+    head = _plan_mtp(checkpoint, config, unused, named, geometry, weight_type, kept) if heads else None
     if head is not None:
         dense_keys = sorted([*dense_keys, *head.dense_keys], key=_natural)
     plan = CheckpointPlan(
@@ -219,29 +223,32 @@ def _plan_mtp(
     Returns:
         ``None``: there is none that can be used.
     """
-    text = config.get_text_config()
-    if config.model_type not in MTP_TYPES or geometry.layer_gates:
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if config.model_type not in MTP_TYPES or geometry.layer_gates or not isinstance(depth, int):
         return None
-    skeleton = build_mtp_skeleton(config, torch.float32)
-    (entry,) = skeleton.experts
-    keys = mtp_names(skeleton, unused, text.num_hidden_layers)
-    targets, _ = map_keys(skeleton, keys)
-    for target in targets.values():
-        target.sources = {pattern: [keys[own] for own in names] for pattern, names in target.sources.items()}
-    made = {name for target in targets.values() for name in target.names}
-    missing = missing_dense(skeleton, made | (skeleton.expert_names if named else frozenset()))
-    if missing or entry.geometry(16, geometry.weight_type) != geometry:
+    if not any(key.startswith("mtp.") or f"layers.{depth}." in key for key in unused):
         return None
-    dense = [target for name, target in targets.items() if name not in skeleton.expert_names]
-    depth = text.num_hidden_layers
     try:
+        skeleton = build_mtp_skeleton(config, torch.float32)
+        (entry,) = skeleton.experts
+        keys = mtp_names(skeleton, unused, depth)
+        targets, _ = map_keys(skeleton, keys)
+        for target in targets.values():
+            target.sources = {
+                pattern: [keys[own] for own in names] for pattern, names in target.sources.items()
+            }
+        made = {name for target in targets.values() for name in target.names}
+        missing = missing_dense(skeleton, made | (skeleton.expert_names if named else frozenset()))
+        if missing or entry.geometry(16, geometry.weight_type) != geometry:
+            return None
+        dense = [target for name, target in targets.items() if name not in skeleton.expert_names]
         _check_dense(skeleton, checkpoint, dense)
         if named:
             experts = plan_named_layer(replace(entry, layer=depth), named, checkpoint)
         else:
             experts = replace(_plan_layer(entry, targets, checkpoint), layer=depth)
         same_type = _weight_type(checkpoint, (experts,)) is weight_type
-    except (CheckpointError, UnsupportedModelError):
+    except (CheckpointError, UnsupportedModelError, UsageError):
         return None  # the model runs without it
     own = kept_encodings(checkpoint, geometry, [experts])[0] if kept else ()
     if not same_type or (kept and not (own and own[0] in kept)):

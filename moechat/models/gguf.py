@@ -178,7 +178,10 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
     experts = metadata.size("expert_count")
     expert_type = _expert_type(metadata.header)
     layer = architecture.layer(config)
-    heads = config["model_type"] in MTP_TYPES
+    # One that does not fit the model is left out, as those of other families are.
+    of_head = [tensors.get(f"blk.{kept}.{part}") for part in _EXPERTS]
+    fits = all(each is None or each.shape[:1] == (experts,) for each in of_head)
+    has_head = config["model_type"] in MTP_TYPES and f"blk.{kept}.nextn.eh_proj.weight" in tensors and fits
     found: dict[str, GgufSource] = {}
     unknown = []
     for tensor, described in tensors.items():
@@ -189,7 +192,7 @@ def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, A
                 f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {every}",
                 hint="download or copy the file again",
             )
-        if number is not None and number >= kept and (number > kept or not heads):
+        if number is not None and number >= kept and (number > kept or not has_head):
             continue  # of a layer that only predicts further tokens
         if number is not None and (part in _EXPERTS or _EXPERT.fullmatch(part)):
             found |= _expert_sources(tensor, described, number, part, experts, expert_type, where)

@@ -81,9 +81,7 @@ class _NoEmbedding(nn.Module):
         self._hidden_size, self._dtype = hidden_size, dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.empty(
-            (*ids.shape, self._hidden_size), device=ids.device, dtype=torch.get_default_dtype()
-        )
+        return torch.empty((*ids.shape, self._hidden_size), device=ids.device, dtype=self._dtype)
 
 
 def build_mtp_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str = "eager") -> Skeleton:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from moechat.models.attention_cache import new_cache
+from moechat.models.attention_cache import keep_first, new_cache
 from moechat.models.cache_argument import CACHE
 from moechat.models.cache_rollback import make_room
 from moechat.models.decode.together import TogetherPass
@@ -138,11 +138,15 @@ class MtpHead:
         # What makes neither keys nor values.
         (layer,) = base_of(head).layers
         width = base_of(main).config.get_text_config().hidden_size
-        self._unwanted: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {layer.mlp: _zeros(width)}
+        widths: dict[nn.Module, int] = {layer.mlp: width}
         for name in _UNWANTED:
             projection = getattr(layer.self_attn, name, None)
             if projection is not None:
-                self._unwanted[projection] = _zeros(projection.out_features)
+                widths[projection] = projection.out_features
+        # Their own forward, where it is not that of their class, and the one in its place.
+        self._unwanted = {
+            module: (vars(module).get("forward"), _zeros(columns)) for module, columns in widths.items()
+        }
 
     @property
     def frequent(self) -> int:
@@ -154,25 +158,24 @@ class MtpHead:
         return new_cache(self.cache, self._model.config, tokens)
 
     def feed(self, cache: Any, tokens: Sequence[int], rows: torch.Tensor) -> None:
-        """Add entries to an attention cache, of which nothing but keys and values is computed.
+        """Add entries to an attention cache; of their layer only the attention is computed, without queries.
 
         Args:
             cache: Of :meth:`new_cache`; changed in place.
             tokens: Their ids.
             rows: ``[1, tokens, hidden]``, the model's hidden states for the token before each.
         """
-        before = {module: vars(module).get("forward") for module in self._unwanted}
-        for module, zeros in self._unwanted.items():
-            vars(module)["forward"] = zeros
         try:
+            for module, (_, zeros) in self._unwanted.items():
+                vars(module)["forward"] = zeros
             with self._computing("none", rows):
                 self._forward(tokens, cache)
         finally:
-            for module, forward in before.items():
-                if forward is None:
-                    del vars(module)["forward"]
+            for module, (own, _) in self._unwanted.items():
+                if own is None:
+                    vars(module).pop("forward", None)
                 else:
-                    vars(module)["forward"] = forward
+                    vars(module)["forward"] = own
 
     def guess(
         self,
@@ -212,7 +215,7 @@ class MtpHead:
             if len(found) == count:
                 break
             tokens, rows = found[-1:], self._outputs.row
-        cut(cache, cache.get_seq_length() - (count - 1))
+        keep_first(cache, cache.get_seq_length() - (count - 1))
         return found
 
     def _forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
@@ -228,11 +231,3 @@ class MtpHead:
             yield
         finally:
             self._outputs.wanted, self._inputs.rows = "all", None
-
-
-def cut(cache: Any, tokens: int) -> None:
-    """Keep at most so many entries of an attention cache."""
-    for layer in cache.layers:
-        excess = layer.get_seq_length() - max(0, tokens)
-        if excess > 0:
-            layer.crop(-excess)

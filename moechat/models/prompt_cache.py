@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from moechat.models.attention_cache import copy_cache
+from moechat.models.attention_cache import copy_cache, keep_first
 from moechat.models.cache_states import CacheCopy, can_copy, can_cut, copy_layer
 
 _NEVER = 1 << 62
@@ -117,11 +117,11 @@ class CachedTokens:
         """Forget the tokens from ``position``, a result of :meth:`reach`, on."""
         if position < len(self.tokens):
             if can_cut(self.cache):
-                _cut(self.cache, position)
+                keep_first(self.cache, position)
             else:
                 self.copies[position].restore(self.cache, position)
             if self.head is not None:
-                _cut(self.head, max(0, position - 1))  # an entry depends on the token behind it
+                keep_first(self.head, max(0, position - 1))  # an entry depends on the token behind it
         self.tokens = self.tokens[:position]
         self.fresh = min(self.fresh, position)
         if position <= self.answered:
@@ -311,7 +311,7 @@ class PromptCache:
                 layer.get_seq_length() < len(tokens) for layer in held.cache.layers
             ):
                 return
-            _cut(held.cache, len(tokens))
+            keep_first(held.cache, len(tokens))
         elif not copied or not can_copy(held.cache):
             return
         elif not held.whole:
@@ -320,6 +320,8 @@ class PromptCache:
                 return
             held.copies[place].restore(held.cache, place)
             tokens = tokens[:place]
+        if held.head is not None:
+            keep_first(held.head, max(0, len(tokens) - 1))
         held.tokens, held.prompt, held.whole = tokens, prompt, True
         if len(tokens) > prompt:
             held.answered = min(held.answered, prompt)
@@ -382,10 +384,3 @@ def thinned(places: list[int], most: int) -> list[int]:
 
         del kept[min(range(len(kept) - 1), key=loss)]
     return kept
-
-
-def _cut(cache: Any, tokens: int) -> None:
-    for layer in cache.layers:
-        excess = layer.get_seq_length() - tokens
-        if excess > 0:
-            layer.crop(-excess)

@@ -43,7 +43,7 @@ class BackgroundCheck:
         self._store = store
         self._state_dir = state_dir
         self._process = os.getpid()
-        self._experts = {record.file for record in store.layers}
+        self._experts = {record.file for record in store.manifest.stored_layers}
         self._due: deque[str] = deque()
         self._looked_at: float | None = None
         self._steps: Iterator[None] | None = None

@@ -105,7 +105,8 @@ class Conversion:
             return
         pack: PackExpert | None = None
         for planned in missing:
-            if isinstance(planned, ExpertsFile) and self._calibration is not None:
+            of_layer = isinstance(planned, ExpertsFile) and mtp_ordinal(planned.name) is None
+            if of_layer and self._calibration is not None:
                 calibration, self._calibration = self._calibration, None
                 self._provide(planned)
                 if not calibration.run(self._convert_layer):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,14 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf_families import FAMILIES as GGUF_FAMILIES
 from gguf_family import gguf_tensors, random_model
 from gguf_writing import all_as, write_family
-from mtp_support import DEEPSEEK, FAMILIES, NO_MTP, write_with_head
+from mtp_support import DEEPSEEK, FAMILIES, NATIVE_HEADS, NO_MTP, write_with_head
 from safetensors.torch import load_file, save_file
 from transformers import modeling_layers
 
 import moechat
-from moechat import StoreDamagedError
+from moechat import MoechatError, StoreDamagedError
 from moechat.engine.mtp_entries import MtpEntries
+from moechat.loading.stores import repair_store
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.offload.settings import OffloadOptions
 from moechat.store.checkpoint import Checkpoint
@@ -227,18 +231,24 @@ def test_experts_in_pages_have_no_head(tmp_path: Path, home: Path) -> None:
 # ---- GGUF files
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "glm4moe", "deepseek2 (V3)"])
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, Kind.F32) for name in ("qwen35moe", "glm4moe", "deepseek2 (V3)")),
+        *((name, Kind.Q8_0) for name in ("glm4moe", "deepseek2 (V3)")),
+    ],
+)
 def test_heads_of_gguf_files_are_those_of_transformers(
     name: str, kind: Kind, tmp_path: Path, home: Path
 ) -> None:
     family = GGUF_FAMILIES[name]
     types = {"layer_types": ["linear_attention"] + 2 * ["full_attention"]} if name == "qwen35moe" else {}
+    heads = NATIVE_HEADS if types else {}
     # The last layer becomes that of the head.
-    config = family.config(num_hidden_layers=3, **types)
+    config = family.config(num_hidden_layers=3, **types, **heads)
     model = random_model(config)
     tensors = gguf_tensors(family, model)
-    config = family.config(num_hidden_layers=2, **{key: value[:2] for key, value in types.items()})
+    config = family.config(num_hidden_layers=2, **{key: each[:2] for key, each in types.items()}, **heads)
     config.num_mtp_layers = 1
     if types:
         config.mtp_layer_types = ["full_attention"]
@@ -263,7 +273,8 @@ def test_heads_of_gguf_files_are_those_of_transformers(
     text = [token % config.vocab_size for token in TEXT]
     with torch.inference_mode():
         hidden = model.model(torch.tensor([text])).last_hidden_state
-    with moechat.load(path) as engine, torch.inference_mode():
+    options: dict[str, Any] = {"bits": 16, "dense_bits": 8} if kind is Kind.F32 else {}
+    with moechat.load(path, **options) as engine, torch.inference_mode():
         ours = engine.loaded.mtp
         assert ours is not None
         for end in (5, 30, 60):
@@ -273,3 +284,98 @@ def test_heads_of_gguf_files_are_those_of_transformers(
             ids = torch.tensor([text[1:end]])
             _, (logits,), _ = head(ids, hidden[:, : end - 1], None, positions, None)
             assert logits[0, found] > logits.max() - 0.3 * logits.std()
+
+
+@pytest.mark.parametrize(
+    "missing", ["nextn.eh_proj.weight", "nextn.enorm.weight", "ffn_up_exps.weight", "experts"]
+)
+def test_a_gguf_file_whose_head_is_not_whole_is_read_without_it(
+    missing: str, tmp_path: Path, home: Path
+) -> None:
+    family = GGUF_FAMILIES["glm4moe"]
+    config = family.config(num_hidden_layers=3)
+    tensors = gguf_tensors(family, random_model(config))
+    size = config.hidden_size
+    tensors["blk.2.nextn.eh_proj.weight"] = torch.ones((size, 2 * size)).numpy()
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        tensors[f"blk.2.nextn.{name}.weight"] = torch.ones(size).numpy()
+    if missing == "experts":
+        for name in [name for name in tensors if name.startswith("blk.2.") and "_exps" in name]:
+            tensors[name] = tensors[name][:-1]
+    else:
+        del tensors[f"blk.2.{missing}"]
+    path = tmp_path / "m.gguf"
+    changes = {"block_count": 3, "nextn_predict_layers": 1}
+    write_family(family, config, tensors, path, all_as(Kind.F32), changes=changes)
+    with moechat.load(path, bits=8) as engine:
+        assert engine.loaded.mtp is None
+        assert len(list(engine.generate([5, 6, 7], max_new_tokens=4))) == 4
+
+
+# ---- what goes wrong
+
+
+def test_a_head_that_cannot_be_read_is_not_used(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise MoechatError("no memory")
+
+    monkeypatch.setattr("moechat.loading.mtp.load_weights", refused)
+    seen: list[str] = []
+    with moechat.load(source, bits=8, progress=lambda step: seen.append(step.detail)) as engine:
+        assert engine.loaded.mtp is None
+        assert engine.loaded.plan.mtp == 0
+        assert len(list(engine.generate(TEXT, max_new_tokens=4))) == 4
+    assert "the head for multi-token prediction is not used: no memory" in seen
+
+
+def test_stores_without_a_head_are_repaired_without_one(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+    checkpoint = Checkpoint.open(source)
+    plan = plan_checkpoint(checkpoint, heads=False)
+    store = convert(checkpoint, plan, tmp_path / "store", bits=8, source_name="x")
+    assert store.manifest.mtp is None
+    damaged = tmp_path / "store" / store.layers[0].file
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    touched = source / "model.safetensors"
+    os.utime(touched, ns=(1, 1))  # the same content, as copied
+    repaired = repair_store(tmp_path / "store", [store.layers[0].file], source, lambda _: None)
+    assert repaired.manifest.files == store.manifest.files
+    assert damaged.read_bytes() == data
+
+
+def test_an_interrupted_answer_leaves_no_more_entries_than_tokens(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "qwen3_next", max_position_embeddings=4096, eos_token_id=None)
+    prompt = (TEXT * 40)[:2300]
+    with moechat.load(source, bits=8) as engine:
+        for _ in range(3):
+            steps = engine.generate_in_turns(prompt, max_new_tokens=60)
+            for _ in range(20):
+                next(steps)
+            assert steps._held is not None
+            steps._held.whole = False  # as if a pass was interrupted
+            del steps
+            held = engine.decoder.prompt_cache.latest
+            assert held is not None
+            assert held.head.get_seq_length() <= max(0, len(held.tokens) - 1)
+
+
+def test_a_closed_engine_and_an_ended_answer_keep_no_head(tmp_path: Path, home: Path) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+    engine = moechat.load(source, bits=8)
+    answer = engine.generate_in_turns(TEXT, max_new_tokens=10)
+    list(answer)
+    head = weakref.ref(engine.loaded.mtp)
+    assert head() is not None
+    engine.close()
+    gc.collect()
+    assert head() is None
+    assert answer.ended

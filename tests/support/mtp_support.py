@@ -20,6 +20,8 @@ QWEN = ("qwen3_next", "qwen3_5_moe_text")
 DEEPSEEK = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 FAMILIES = (*QWEN, *DEEPSEEK)
 _FUSED = ("qwen3_5_moe_text",)  # one tensor for gate and up of all experts
+# Linear attention with fewer heads is not native.
+NATIVE_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _QWEN_NAMES = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
@@ -38,7 +40,7 @@ def write_with_head(directory: Path, family: str, *, seed: int = 0, **changed: A
         changed: Other values of the configuration, as far as the family has them.
     """
     config = tiny_family(family)
-    for name, value in changed.items():
+    for name, value in {**NATIVE_HEADS, **changed}.items():
         if hasattr(config, name):
             setattr(config, name, value)
     text = config.get_text_config()
