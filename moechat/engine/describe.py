@@ -49,6 +49,7 @@ class Description:
         memory_workspace_bytes: Activations of a pass.
         memory_scratch_bytes: Of the native kernels.
         memory_margin_bytes: Kept free.
+        memory_mtp_bytes: The head for multi-token prediction; 0: there is none.
         memory_experts_bytes: Pages of experts, or all experts where they are mapped.
         experts: How the experts are held, for people.
         pages: Pages of experts; 0 where they are mapped.
@@ -96,6 +97,7 @@ class Description:
     memory_workspace_bytes: int
     memory_scratch_bytes: int
     memory_margin_bytes: int
+    memory_mtp_bytes: int
     memory_experts_bytes: int
     experts: str
     pages: int
@@ -177,6 +179,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         memory_workspace_bytes=plan.workspace,
         memory_scratch_bytes=plan.scratch,
         memory_margin_bytes=plan.margin,
+        memory_mtp_bytes=plan.mtp,
         memory_experts_bytes=plan.expert_bytes,
         experts=_how_experts_are_held(loaded, mapped_by_tuner),
         pages=plan.pages,

@@ -28,8 +28,10 @@ from moechat.loading.stores import repair_store
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.offload.settings import OffloadOptions
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.conversion import Conversion
 from moechat.store.convert import convert
 from moechat.store.manifest import mtp_file
+from moechat.store.quantizer import make_packer
 from moechat.store.store import Store
 
 pytestmark = NO_MTP
@@ -331,6 +333,45 @@ def test_a_head_that_cannot_be_read_is_not_used(
         assert engine.loaded.plan.mtp == 0
         assert len(list(engine.generate(TEXT, max_new_tokens=4))) == 4
     assert "the head for multi-token prediction is not used: no memory" in seen
+
+
+def test_a_calibrated_conversion_that_lacks_only_the_head_goes_on(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    write_with_head(source, "glm4_moe", eos_token_id=None)
+    checkpoint = Checkpoint.open(source)
+    plan = plan_checkpoint(checkpoint)
+
+    class Calibration:
+        runs = 0
+
+        def run(self, convert_layer: Any) -> bool:
+            Calibration.runs += 1
+            packer = make_packer(plan.geometry(4), "calibrated")
+            for ordinal in range(len(plan.layers)):
+                convert_layer(ordinal, lambda: lambda _, *arguments: packer(*arguments))
+            return True
+
+    def converted() -> Store:
+        return convert(
+            checkpoint, plan, tmp_path / "store", bits=4, source_name="x", calibration=Calibration()
+        )
+
+    own = Conversion._write
+
+    def interrupted(self: Any, planned: Any, *arguments: Any, **named: Any) -> None:
+        if planned.name == mtp_file(0):
+            raise KeyboardInterrupt
+        own(self, planned, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Conversion, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            converted()
+    assert Calibration.runs == 1
+    assert converted().manifest.mtp is not None
+    assert Calibration.runs == 1
 
 
 def test_stores_without_a_head_are_repaired_without_one(tmp_path: Path, home: Path) -> None:
