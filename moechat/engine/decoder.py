@@ -136,11 +136,11 @@ class Decoder:
             states: Takes the hidden states of each chunk in order, ``[1, tokens, hidden]``, where the model
                 has a head for multi-token prediction.
         """
-        head = self.head
+        mtp = self.mtp
 
         def take(_begin: int, _output: Any) -> None:
-            if states is not None and head is not None and head.hidden.rows is not None:
-                states(head.hidden.rows)
+            if states is not None and mtp is not None and mtp.hidden.rows is not None:
+                states(mtp.hidden.rows)
 
         total, done = sum(chunk.shape[1] for chunk in chunks), 0
         if len(chunks) > 1:
@@ -186,7 +186,7 @@ class Decoder:
         return output.logits[0, -1], cache_of(output)
 
     @property
-    def head(self) -> MtpHead | None:
+    def mtp(self) -> MtpHead | None:
         """The model's head for multi-token prediction, if it has one."""
         return self.passes.loaded.mtp
 
@@ -303,10 +303,10 @@ class Decoder:
             except BaseException:
                 self.prompt_cache.give_up(held)
                 raise
-        head = self.head
-        if head is not None and held.head is None:
+        mtp = self.mtp
+        if mtp is not None and held.mtp is None:
             try:
-                held.head = head.new_cache(held.capacity or self.passes.loaded.plan.context)
+                held.mtp = mtp.new_cache(held.capacity or self.passes.loaded.plan.context)
             except BaseException:
                 self.prompt_cache.give_up(held)
                 raise
@@ -316,8 +316,8 @@ class Decoder:
         """Give a cache of :meth:`take_cache` memory for so many tokens; other conversations make room."""
         if self.prompt_cache.grow(held, tokens):
             reserve_tokens(held.cache, held.capacity)
-            if held.head is not None:
-                reserve_tokens(held.head, held.capacity)
+            if held.mtp is not None:
+                reserve_tokens(held.mtp, held.capacity)
 
     def begin_stats(self, prompt: int, reused: int, seed: int) -> Stats:
         """The statistics of an answer that begins; :attr:`stats` are these from now on."""

@@ -30,13 +30,13 @@ _OUTLIER, _SURPRISE = 4.0, 1.25
 _FADING = 0.005
 # How much faster than no draft one must be expected to be: shares and costs are estimates. Those of a head
 # are measured in every pass.
-_LEAST_GAIN, _LEAST_HEAD_GAIN = 1.15, 1.03
+_LEAST_GAIN, _LEAST_MTP_GAIN = 1.15, 1.03
 # After so many tokens without guesses of a head, it is tried once, if it may be this fast.
 _TRY_AFTER, _TRY_GAIN = 32, 0.8
 # Of a head: by the number of guesses before it in a draft, the share of guesses that are right if those
 # before are; and the time of the first guess and of each further one, in passes of one token.
-_FIRST_HEAD_SHARES = (0.75, 0.6, 0.5)
-_FIRST_HEAD_COSTS = (0.15, 0.12)
+_FIRST_MTP_SHARES = (0.75, 0.6, 0.5)
+_FIRST_MTP_COSTS = (0.15, 0.12)
 
 
 class Choice(NamedTuple):
@@ -56,7 +56,7 @@ class DraftLengths:
     """Chooses how many tokens are guessed, from what was measured in the answers of one model.
 
     Attributes:
-        head_costs: Time of the first guess of a head, with what it needs of the tokens before, and of each
+        mtp_costs: Time of the first guess of a head, with what it needs of the tokens before, and of each
             further one in a draft, in passes of one token.
     """
 
@@ -65,10 +65,10 @@ class DraftLengths:
         self._alone = 0.0  # seconds of a pass of one token; 0: not known
         self._right = {least: share * _FIRST_WEIGHT for least, share in _FIRST_SHARES.items()}
         self._tried = dict.fromkeys(_FIRST_SHARES, _FIRST_WEIGHT)
-        self._head_right = [share * _FIRST_WEIGHT for share in _FIRST_HEAD_SHARES]
-        self._head_tried = [_FIRST_WEIGHT] * len(_FIRST_HEAD_SHARES)
-        self.head_costs = _FIRST_HEAD_COSTS
-        self._without_head = 0  # passes of one token since its last guess
+        self._mtp_right = [share * _FIRST_WEIGHT for share in _FIRST_MTP_SHARES]
+        self._mtp_tried = [_FIRST_WEIGHT] * len(_FIRST_MTP_SHARES)
+        self.mtp_costs = _FIRST_MTP_COSTS
+        self._without_mtp = 0  # passes of one token since its last guess
 
     def choose(self, length: int, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens to guess from what followed a place.
@@ -92,12 +92,12 @@ class DraftLengths:
                 best = Choice(guesses, rate)
         return best
 
-    def choose_head(self, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
+    def choose_mtp(self, most: int, behind: int = 1, *, kept: int = MOST_DRAFT) -> Choice:
         """How many tokens a head should guess; arguments as for :meth:`choose`."""
-        gain = _LEAST_HEAD_GAIN if self._without_head < _TRY_AFTER else _TRY_GAIN
+        gain = _LEAST_MTP_GAIN if self._without_mtp < _TRY_AFTER else _TRY_GAIN
         best = Choice(0, gain / self.cost(behind))
-        shares = [right / tried for right, tried in zip(self._head_right, self._head_tried, strict=True)]
-        first, further = self.head_costs
+        shares = [right / tried for right, tried in zip(self._mtp_right, self._mtp_tried, strict=True)]
+        first, further = self.mtp_costs
         for guesses in range(1, min(len(shares), most - behind) + 1):
             head = first + further * (guesses - 1)
             rate = self._rate(behind + guesses, shares[:guesses], head, kept=kept)
@@ -122,19 +122,19 @@ class DraftLengths:
     def passed(self, size: int, seconds: float) -> None:
         """A pass of so many tokens took so long."""
         if size == 1:
-            self._without_head += 1
+            self._without_mtp += 1
             alone = self._alone or seconds
             self._alone = alone + _SMOOTHING * (min(seconds, _OUTLIER * alone) - alone)
             for each, first in _FIRST_COSTS.items():
                 self._costs[each] += _FADING * (first - self._costs[each])
             first, further = (
                 cost + _FADING * (first - cost)
-                for cost, first in zip(self.head_costs, _FIRST_HEAD_COSTS, strict=True)
+                for cost, first in zip(self.mtp_costs, _FIRST_MTP_COSTS, strict=True)
             )
-            self.head_costs = first, further
-            for depth, share in enumerate(_FIRST_HEAD_SHARES):
-                missing = share * self._head_tried[depth] - self._head_right[depth]
-                self._head_right[depth] += _FADING * missing
+            self.mtp_costs = first, further
+            for depth, share in enumerate(_FIRST_MTP_SHARES):
+                missing = share * self._mtp_tried[depth] - self._mtp_right[depth]
+                self._mtp_right[depth] += _FADING * missing
         elif size in self._costs and self._alone:
             before, found = self._costs[size], max(1.0, seconds / self._alone)
             if found < _OUTLIER * before:
@@ -147,22 +147,22 @@ class DraftLengths:
         self._right[least] = fade * self._right[least] + right
         self._tried[least] = fade * self._tried[least] + tried
 
-    def head_took(self, guesses: int, seconds: float) -> None:
+    def mtp_took(self, guesses: int, seconds: float) -> None:
         """A head took so long for some guesses."""
-        self._without_head = 0
+        self._without_mtp = 0
         if not self._alone:
             return
-        first, further = self.head_costs
+        first, further = self.mtp_costs
         expected = first + further * (guesses - 1)
         found = min(seconds / self._alone / expected, _SURPRISE)
         change = 1 + _SMOOTHING * (found - 1)
-        self.head_costs = first * change, further * change
+        self.mtp_costs = first * change, further * change
 
-    def head_verified(self, guesses: int, right: int) -> None:
+    def mtp_verified(self, guesses: int, right: int) -> None:
         """Of some guesses of a head the first ``right`` were right; the next, if there is any, was not."""
         for depth in range(min(guesses, right + 1)):
-            self._head_right[depth] = _DECAY * self._head_right[depth] + (depth < right)
-            self._head_tried[depth] = _DECAY * self._head_tried[depth] + 1
+            self._mtp_right[depth] = _DECAY * self._mtp_right[depth] + (depth < right)
+            self._mtp_tried[depth] = _DECAY * self._mtp_tried[depth] + 1
 
     def _rate(self, size: int, shares: Sequence[float], head: float, *, kept: int) -> float:
         """Expected tokens of a pass in the time of a pass of one token.

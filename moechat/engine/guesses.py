@@ -28,12 +28,12 @@ class Draft:
     Attributes:
         tokens: They; none, where no draft is worth its time.
         match: Where the text was found before; ``None``: nowhere, or it was not looked for.
-        by_head: The head has guessed; else they are what followed ``match``.
+        by_mtp: The head has guessed; else they are what followed ``match``.
     """
 
     tokens: Sequence[int] = ()
     match: Match | None = None
-    by_head: bool = False
+    by_mtp: bool = False
 
 
 class Guesses:
@@ -54,10 +54,10 @@ class Guesses:
         self._known = known
         self._expected = settings.expected
         self._lookup: PromptLookup | None = None  # made where there may be drafts
-        self._head = decoder.head
+        self._mtp = decoder.mtp
         self._entries: MtpEntries | None = None
-        if self._head is not None and held.head is not None:
-            self._entries = MtpEntries(self._head, held.head, len(held.tokens), settings.bias)
+        if self._mtp is not None and held.mtp is not None:
+            self._entries = MtpEntries(self._mtp, held.mtp, len(held.tokens), settings.bias)
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -72,11 +72,11 @@ class Guesses:
         """
         entries = self._entries
         if entries is not None:
-            self._decoder.passes.run_head(lambda: entries.computed(position, rows, self._known))
+            self._decoder.passes.run_mtp(lambda: entries.computed(position, rows, self._known))
 
     def computed_until(self, end: int) -> None:
         """As :meth:`computed`, of the latest pass, which ended before a position."""
-        rows = None if self._head is None else self._head.hidden.rows
+        rows = None if self._mtp is None else self._mtp.hidden.rows
         if rows is not None:
             self.computed(end - rows.shape[1], rows)
 
@@ -105,23 +105,23 @@ class Guesses:
         found = None if match is None else lengths.choose(match.length, behind + most, behind, kept=kept)
         count = 0 if found is None else found.guesses
         if self._entries is not None:
-            of_head = lengths.choose_head(behind + most, behind, kept=kept)
+            of_head = lengths.choose_mtp(behind + most, behind, kept=kept)
             if of_head.guesses and (found is None or not count or of_head.rate > found.rate):
-                tokens = self._by_head(self._entries, of_head.guesses)
+                tokens = self._by_mtp(self._entries, of_head.guesses)
                 if tokens:
-                    return Draft(tokens, match, by_head=True)
+                    return Draft(tokens, match, by_mtp=True)
         if match is None or not count or not decoder.can_verify():
             return Draft((), match)
         return Draft(self._lookup.draft(match, count), match)
 
-    def _by_head(self, entries: MtpEntries, count: int) -> list[int]:
+    def _by_mtp(self, entries: MtpEntries, count: int) -> list[int]:
         decoder = self._decoder
         if not decoder.can_verify():
             return []
         begun = time.perf_counter()
-        found: list[int] = decoder.passes.run_head(lambda: entries.guess(self._known, count))
+        found: list[int] = decoder.passes.run_mtp(lambda: entries.guess(self._known, count))
         if found:
-            decoder.lengths.head_took(count, time.perf_counter() - begun)
+            decoder.lengths.mtp_took(count, time.perf_counter() - begun)
         return found
 
     def verified(self, draft: Draft, right: int, token: int | None) -> None:
@@ -135,11 +135,11 @@ class Guesses:
         lengths, match = self._decoder.lengths, draft.match
         # What follows the end of an answer is not known.
         guesses = len(draft.tokens) if token is not None else right
-        if draft.by_head:
-            lengths.head_verified(guesses, right)
+        if draft.by_mtp:
+            lengths.mtp_verified(guesses, right)
         elif draft.tokens and match is not None:
             lengths.verified(match.length, guesses, right)
-        if match is not None and self._lookup is not None and (draft.by_head or not draft.tokens):
+        if match is not None and self._lookup is not None and (draft.by_mtp or not draft.tokens):
             drawn = draft.tokens[0] if right else token
             if drawn is not None:
                 lengths.verified(match.length, 1, int(self._lookup.draft(match, 1)[0] == drawn))

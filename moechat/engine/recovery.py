@@ -161,7 +161,7 @@ class PassRunner:
         )
         return found
 
-    def run_head(self, compute: Callable[[], Any]) -> Any:
+    def run_mtp(self, compute: Callable[[], Any]) -> Any:
         """Result of a computation of the model's head for multi-token prediction.
 
         Raises:

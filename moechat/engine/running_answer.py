@@ -262,7 +262,7 @@ class Answer:
         several = draft or len(latest) > 1
         rows: Sequence[torch.Tensor] | None = decoder.verify(latest, draft, held.cache) if several else None
         if rows is None:
-            found, draft = replace(found, tokens=(), by_head=False), ()
+            found, draft = replace(found, tokens=(), by_mtp=False), ()
             for token in latest:
                 decoder.begin_token(self, token)
                 logits, held.cache = decoder.step(torch.tensor([[token]]), held.cache)

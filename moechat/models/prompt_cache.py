@@ -67,7 +67,7 @@ class CachedTokens:
         whole: No pass is under way, nor was one interrupted, and no guessed tokens are in the cache.
         capacity: Tokens that the cache reserves memory for, where caches share a :class:`CacheRoom`.
         credit: The cache with the least of it makes room for others; see :class:`PromptCache`.
-        head: Attention cache of the model's head for multi-token prediction, ``None``: it has none. It may
+        mtp: Attention cache of the model's head for multi-token prediction, ``None``: it has none. It may
             have fewer tokens.
     """
 
@@ -81,7 +81,7 @@ class CachedTokens:
     whole: bool = True
     capacity: int = 0
     credit: int = 0
-    head: Any = None
+    mtp: Any = None
     _ends: set[int] = field(default_factory=set)
     _wanted: set[int] = field(default_factory=set)
     _afresh: bool = True
@@ -120,8 +120,8 @@ class CachedTokens:
                 keep_first(self.cache, position)
             else:
                 self.copies[position].restore(self.cache, position)
-            if self.head is not None:
-                keep_first(self.head, max(0, position - 1))  # an entry depends on the token behind it
+            if self.mtp is not None:
+                keep_first(self.mtp, max(0, position - 1))  # an entry depends on the token behind it
         self.tokens = self.tokens[:position]
         self.fresh = min(self.fresh, position)
         if position <= self.answered:
@@ -320,8 +320,8 @@ class PromptCache:
                 return
             held.copies[place].restore(held.cache, place)
             tokens = tokens[:place]
-        if held.head is not None:
-            keep_first(held.head, max(0, len(tokens) - 1))
+        if held.mtp is not None:
+            keep_first(held.mtp, max(0, len(tokens) - 1))
         held.tokens, held.prompt, held.whole = tokens, prompt, True
         if len(tokens) > prompt:
             held.answered = min(held.answered, prompt)

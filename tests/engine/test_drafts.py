@@ -150,37 +150,37 @@ def test_drafts_are_rarer_where_right_guesses_are_computed_again() -> None:
 def test_a_head_guesses_where_that_pays() -> None:
     lengths = DraftLengths()
     lengths.passed(1, 0.01)
-    assert lengths.choose_head(16).guesses >= 1
-    assert lengths.choose_head(1).guesses == 0
+    assert lengths.choose_mtp(16).guesses >= 1
+    assert lengths.choose_mtp(1).guesses == 0
     for _ in range(40):
-        lengths.head_verified(3, 3)
-    assert lengths.choose_head(16).guesses == 3
-    assert lengths.choose_head(3).guesses == 2
-    assert lengths.choose_head(3, 2).guesses == 1
+        lengths.mtp_verified(3, 3)
+    assert lengths.choose_mtp(16).guesses == 3
+    assert lengths.choose_mtp(3).guesses == 2
+    assert lengths.choose_mtp(3, 2).guesses == 1
     for _ in range(40):
-        lengths.head_verified(2, 0)
-    assert lengths.choose_head(16).guesses == 0
+        lengths.mtp_verified(2, 0)
+    assert lengths.choose_mtp(16).guesses == 0
 
 
 def test_a_head_whose_guesses_take_too_long_is_left_alone_and_tried_again() -> None:
     lengths = DraftLengths()
     for _ in range(40):
         lengths.passed(1, 0.01)
-        lengths.head_took(1, 0.02)
-    assert lengths.choose_head(16).guesses == 0
+        lengths.mtp_took(1, 0.02)
+    assert lengths.choose_mtp(16).guesses == 0
     for _ in range(40):
         lengths.passed(1, 0.01)
-        if lengths.choose_head(16).guesses:
+        if lengths.choose_mtp(16).guesses:
             break
-    assert lengths.choose_head(16).guesses > 0
+    assert lengths.choose_mtp(16).guesses > 0
 
 
 def test_one_slow_start_does_not_end_the_guesses_of_a_head() -> None:
     lengths = DraftLengths()
     lengths.passed(1, 0.01)
-    lengths.head_took(1, 1.0)
+    lengths.mtp_took(1, 1.0)
     lengths.passed(2, 0.03)
-    assert lengths.choose_head(16).guesses > 0
+    assert lengths.choose_mtp(16).guesses > 0
 
 
 def test_passes_of_three_tokens_are_measured_too() -> None:
@@ -189,8 +189,8 @@ def test_passes_of_three_tokens_are_measured_too() -> None:
         lengths.passed(1, 0.01)
         lengths.passed(2, 0.012)
         lengths.passed(3, 0.03)
-        lengths.head_verified(2, 2)
-    assert lengths.choose_head(3).guesses == 1
+        lengths.mtp_verified(2, 2)
+    assert lengths.choose_mtp(3).guesses == 1
 
 
 # ---- answers stay the same
@@ -237,11 +237,11 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(_: DraftLengths, __: int, most: int, behind: int = 1, *, kept: int = 15) -> Choice:
         return Choice(max(0, most - behind), 1.0)
 
-    def choose_head(_: DraftLengths, most: int, behind: int = 1, *, kept: int = 15) -> Choice:
+    def choose_mtp(_: DraftLengths, most: int, behind: int = 1, *, kept: int = 15) -> Choice:
         return Choice(max(0, min(3, most - behind)), 2.0)
 
     monkeypatch.setattr(DraftLengths, "choose", choose)
-    monkeypatch.setattr(DraftLengths, "choose_head", choose_head)
+    monkeypatch.setattr(DraftLengths, "choose_mtp", choose_mtp)
 
 
 def answer(engine: Engine, prompt: list[int] = PROMPT, count: int = 60, **options: Any) -> list[int]:

@@ -405,7 +405,7 @@ def test_an_interrupted_answer_leaves_no_more_entries_than_tokens(tmp_path: Path
             del steps
             held = engine.decoder.prompt_cache.latest
             assert held is not None
-            assert held.head.get_seq_length() <= max(0, len(held.tokens) - 1)
+            assert held.mtp.get_seq_length() <= max(0, len(held.tokens) - 1)
 
 
 def test_a_closed_engine_and_an_ended_answer_keep_no_head(tmp_path: Path, home: Path) -> None:
