@@ -18,7 +18,7 @@ from moechat.loading.model import LoadedModel
 from moechat.models.attention_cache import reserve_tokens
 from moechat.models.cache_argument import cache_of
 from moechat.models.cache_rollback import CacheRollback, make_room
-from moechat.models.mtp_head import MtpHead
+from moechat.models.mtp_head import MOST_GUESSES, MtpHead
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
 from moechat.models.sampling import require_finite
 from moechat.models.waves import Passed
@@ -62,7 +62,7 @@ class Decoder:
         self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
         self.cached_tokens = 0
         self.lengths = DraftLengths()
-        self.rollback = CacheRollback(1 if passes.loaded.mtp is None else passes.loaded.mtp.kept_states)
+        self.rollback = CacheRollback(1 if passes.loaded.mtp is None else MOST_GUESSES)
         self.passes = passes
         self.meter = meter
         self._tokenizer = tokenizer

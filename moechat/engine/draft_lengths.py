@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moechat.engine.drafts import LEAST_MATCH
+from moechat.models.mtp_head import MOST_GUESSES
 from moechat.steps import MOST_DRAFT
 
 # Sizes of passes that are tried, ascending, and how much longer they take than a pass of one token, until
@@ -35,7 +36,7 @@ _LEAST_GAIN, _LEAST_MTP_GAIN = 1.15, 1.03
 _TRY_AFTER, _TRY_GAIN = 32, 0.8
 # Of a head: by the number of guesses before it in a draft, the share of guesses that are right if those
 # before are; and the time of the first guess and of each further one, in passes of one token.
-_FIRST_MTP_SHARES = (0.75, 0.6, 0.5)
+_FIRST_MTP_SHARES = (0.75, 0.6, 0.5)[:MOST_GUESSES]
 _FIRST_MTP_COSTS = (0.15, 0.12)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from moechat.engine.answer import AnswerSettings
 from moechat.engine.decoder import Decoder
+from moechat.engine.draft_lengths import Choice
 from moechat.engine.drafts import Match, PromptLookup
 from moechat.engine.mtp_entries import MtpEntries
 from moechat.models.cache_rollback import has_states
@@ -50,7 +51,7 @@ class Guesses:
         self, decoder: Decoder, held: CachedTokens, known: Sequence[int], settings: AnswerSettings
     ) -> None:
         self._decoder = decoder
-        self._cache = held.cache
+        self._kept = decoder.rollback.kept if has_states(held.cache) else MOST_DRAFT
         self._known = known
         self._expected = settings.expected
         self._lookup: PromptLookup | None = None  # made where there may be drafts
@@ -101,23 +102,26 @@ class Guesses:
         if self._lookup is None:
             self._lookup = PromptLookup(self._known, self._expected)
         match = self._lookup.find()
-        kept = decoder.rollback.kept if has_states(self._cache) else MOST_DRAFT
-        found = None if match is None else lengths.choose(match.length, behind + most, behind, kept=kept)
-        count = 0 if found is None else found.guesses
+        by_text = by_mtp = Choice(0, 0.0)
+        if match is not None:
+            by_text = lengths.choose(match.length, behind + most, behind, kept=self._kept)
         if self._entries is not None:
-            of_head = lengths.choose_mtp(behind + most, behind, kept=kept)
-            if of_head.guesses and (found is None or not count or of_head.rate > found.rate):
-                tokens = self._by_mtp(self._entries, of_head.guesses)
-                if tokens:
-                    return Draft(tokens, match, by_mtp=True)
-        if match is None or not count or not decoder.can_verify():
+            by_mtp = lengths.choose_mtp(behind + most, behind, kept=self._kept)
+        if not (by_text.guesses or by_mtp.guesses) or not decoder.can_verify():
             return Draft((), match)
-        return Draft(self._lookup.draft(match, count), match)
+        if (
+            self._entries is not None
+            and by_mtp.guesses
+            and (not by_text.guesses or by_text.rate < by_mtp.rate)
+        ):
+            tokens = self._by_mtp(self._entries, by_mtp.guesses)
+            if tokens:
+                return Draft(tokens, match, by_mtp=True)
+        return Draft(() if match is None else self._lookup.draft(match, by_text.guesses), match)
 
-    def _by_mtp(self, entries: MtpEntries, count: int) -> list[int]:
-        decoder = self._decoder
-        if not decoder.can_verify():
-            return []
+    def _by_mtp(self, count: int) -> list[int]:
+        decoder, entries = self._decoder, self._entries
+        assert entries is not None
         begun = time.perf_counter()
         found: list[int] = decoder.passes.run_mtp(lambda: entries.guess(self._known, count))
         if found:

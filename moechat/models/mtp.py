@@ -24,7 +24,7 @@ from moechat.models.skeleton import Skeleton, base_of, build_skeleton
 
 _EMBEDDING = "embed_tokens"
 _TOKEN_NORM, _HIDDEN_NORM, _PROJECTION = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
-# Of a layer behind the last one, as DeepSeek names it: what it has beside a decoder layer.
+# DeepSeek stores a head as one more layer. These parts of it are not parts of a decoder layer.
 _BESIDE_LAYER = {
     "enorm": f"{_EMBEDDING}.{_TOKEN_NORM}",
     "hnorm": f"{_EMBEDDING}.{_HIDDEN_NORM}",
@@ -51,7 +51,7 @@ class MtpInputs(nn.Module):
 
     def __init__(self, norm: type[nn.Module], hidden_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embedding: nn.Module = _NoEmbedding(hidden_size, dtype)
+        self.embedding: Any = _NoEmbedding(hidden_size, dtype)
         self.pre_fc_norm_embedding = norm(hidden_size, eps=eps)
         self.pre_fc_norm_hidden = norm(hidden_size, eps=eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
@@ -60,7 +60,7 @@ class MtpInputs(nn.Module):
     @property
     def num_embeddings(self) -> int:
         """Rows of the embedding."""
-        found: int = self.embedding.num_embeddings  # type: ignore[assignment]
+        found: int = self.embedding.num_embeddings
         return found
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

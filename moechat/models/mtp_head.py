@@ -25,7 +25,8 @@ from moechat.models.skeleton import base_of
 from moechat.models.threads import thread_invariant_pass
 from moechat.sizes.cache_shape import CacheShape
 
-MOST_GUESSES = 3  # of a draft
+# Tokens that a head guesses for a draft; before each of them the states of the model are copied.
+MOST_GUESSES = 3
 # Tokenizers number tokens about by their frequency. The head's product takes longer than its layer.
 _FREQUENT_SHARE = 1 / 4
 # Projections of an attention module to and from queries, and from its results.
@@ -66,18 +67,16 @@ class _Outputs(nn.Module):
         frequent: Tokens with the ids below are frequent.
     """
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Any) -> None:
         super().__init__()
         self.head = head
         self.wanted = "all"
         self.row: torch.Tensor | None = None
-        rows: int = head.out_features  # type: ignore[assignment]
-        self.frequent = round(rows * _FREQUENT_SHARE / TILE_ROWS) * TILE_ROWS
-        self._first: nn.Module = head
-        if isinstance(head, PackedLinear | SplitLinear) and self.frequent:
-            self._first = head.first_rows(self.frequent)
-        else:
-            self.frequent = rows
+        self.frequent: int = head.out_features
+        self._first = head
+        fewer = round(self.frequent * _FREQUENT_SHARE / TILE_ROWS) * TILE_ROWS
+        if isinstance(head, PackedLinear | SplitLinear) and fewer:
+            self.frequent, self._first = fewer, head.first_rows(fewer)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.row = rows[:, -1:]
@@ -110,7 +109,6 @@ class MtpHead:
         cache: Shape of its attention cache.
         hidden: Of the model.
         most: Most entries that a guess should add.
-        kept_states: Tokens of a draft before each of which states of the model are copied.
 
     Raises:
         ValueError: Its layer has no native step.
@@ -133,7 +131,6 @@ class MtpHead:
             raise ValueError("the layer of the head has no native step")
         self._together = together
         self.most = together.most
-        self.kept_states = MOST_GUESSES
         self.hidden = HiddenStates(main)
         # What makes neither keys nor values.
         (layer,) = base_of(head).layers

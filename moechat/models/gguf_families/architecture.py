@@ -92,7 +92,7 @@ _HEAD_NORMS = {
 
 
 def head_place(layer: Places, part: str) -> Place | None:
-    """Place of a tensor that heads for multi-token prediction have beside a layer; ``None``: it is no such.
+    """Place of a tensor that only a head for multi-token prediction has; ``None``: it is another tensor.
 
     Args:
         layer: Places of a layer's tensors; the norms of heads are changed as its are.

@@ -16,7 +16,8 @@
 namespace moechat {
 
 // States of the conversation that a token belongs to: the last elements of a convolution, and what else the
-// mixer keeps, or null. Both can be copied before the token is computed, so that it can be taken back.
+// mixer keeps, or null. Both can be copied before the token is computed, so that the token can be rolled
+// back.
 struct MixerStates {
   void* before;
   float* state;
