@@ -109,12 +109,8 @@ class Guesses:
             by_mtp = lengths.choose_mtp(behind + most, behind, kept=self._kept)
         if not (by_text.guesses or by_mtp.guesses) or not decoder.can_verify():
             return Draft((), match)
-        if (
-            self._entries is not None
-            and by_mtp.guesses
-            and (not by_text.guesses or by_text.rate < by_mtp.rate)
-        ):
-            tokens = self._by_mtp(self._entries, by_mtp.guesses)
+        if by_mtp.guesses and (not by_text.guesses or by_text.rate < by_mtp.rate):
+            tokens = self._by_mtp(by_mtp.guesses)
             if tokens:
                 return Draft(tokens, match, by_mtp=True)
         return Draft(() if match is None else self._lookup.draft(match, by_text.guesses), match)
