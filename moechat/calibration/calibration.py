@@ -46,7 +46,7 @@ class TextCalibration:
     geometry: ExpertGeometry
     notice: Notice
 
-    def run(self, convert_layer: ConvertLayer) -> bool:
+    def run(self, convert_layer: ConvertLayer, last: int) -> bool:
         """See :class:`moechat.store.calibrated.Calibration`."""
 
         def experts(
@@ -69,7 +69,7 @@ class TextCalibration:
                 ids = calibration_ids(load_tokenizer(directory, named=source), one_pass.vocabulary)
             # Rounding can depend on the number of threads, which callers choose.
             with torch_threads(_native.available_cores()):
-                one_pass.run(self.checkpoint.tensors, keys, ids, experts)
+                one_pass.run(self.checkpoint.tensors, keys, ids, experts, last)
         except Exception as error:  # depends on the family
             unsupported = isinstance(error, UnsupportedModelError) and not isinstance(error, CheckpointError)
             if isinstance(error, OSError) or (isinstance(error, MoechatError) and not unsupported):

@@ -51,16 +51,23 @@ class OnePass:
         return int(self.skeleton.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
 
     def run(
-        self, source: TensorSource, keys: Iterable[str], ids: torch.Tensor, experts: ExpertsFunction
+        self,
+        source: TensorSource,
+        keys: Iterable[str],
+        ids: torch.Tensor,
+        experts: ExpertsFunction,
+        last: int | None = None,
     ) -> None:
         """Run the pass; call once.
 
         Args:
             source: The checkpoint. A tensor of a layer has to be readable when the experts of the layer
-                before it have been computed, the others from the beginning.
+                before it have been computed, the others from the beginning. Those of layers behind the
+                last one are not read.
             keys: Its dense tensors that the pass reads.
             ids: Token ids, int64 ``[texts, tokens]``.
             experts: Computes the experts of each layer in turn.
+            last: Ordinal of the expert layer behind which the pass ends; ``None``: of all.
 
         Raises:
             CheckpointError: A tensor does not fit the model.
@@ -71,14 +78,14 @@ class OnePass:
         embeddings = {
             f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)
         }
-        last = len(skeleton.experts) - 1
+        end = len(skeleton.experts) - 1 if last is None else last
 
         def compute(ordinal: int) -> Callable[..., torch.Tensor]:
             def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 flat = hidden.reshape(-1, hidden.shape[-1])
                 chosen = index.reshape(len(flat), -1)
                 out = experts(ordinal, flat.float(), chosen, weights.reshape(chosen.shape))
-                if ordinal == last:
+                if ordinal == end:
                     raise _Finished
                 return out.reshape(hidden.shape).to(hidden.dtype)
 

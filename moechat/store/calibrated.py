@@ -20,13 +20,17 @@ ConvertLayer = Callable[[int, Callable[[], PackExpert]], NDArray[np.uint8]]
 class Calibration(Protocol):
     """Runs the model over a text."""
 
-    def run(self, convert_layer: ConvertLayer) -> bool:
-        """Call ``convert_layer`` for every expert layer in order, and go on with the records it returns.
+    def run(self, convert_layer: ConvertLayer, last: int) -> bool:
+        """Call ``convert_layer`` for the expert layers in order, and go on with the records it returns.
 
         Before the call for a layer, and before the first, the dense tensors that the model reads up to that
-        layer's experts can be read.
+        layer's experts can be read. Those of layers behind the last one may not be there.
+
+        Args:
+            convert_layer: Converts a layer.
+            last: Ordinal of the last layer that is not converted yet: the model runs no further.
 
         Returns:
-            Whether the model ran to the experts of the last layer. Errors of ``convert_layer`` are raised.
+            Whether the model ran to that layer's experts. Errors of ``convert_layer`` are raised.
         """
         ...

@@ -109,7 +109,7 @@ class Conversion:
             if of_layer and self._calibration is not None:
                 calibration, self._calibration = self._calibration, None
                 self._provide(planned)
-                if not calibration.run(self._convert_layer):
+                if not calibration.run(self._convert_layer, self._last_missing_layer()):
                     self.solver = choose_solver("auto", self._outline.geometry.bits, calibrated=False)
             if planned.name in self._workspace.finished:
                 continue  # written during the calibration
@@ -148,6 +148,15 @@ class Conversion:
         self._write(planned, pack, self._advance)
         if self._supply is not None:
             self._supply.note_written(planned)
+
+    def _last_missing_layer(self) -> int:
+        """Ordinal of the last layer of the model, not of a head, whose experts are not written."""
+        finished = self._workspace.finished
+        return max(
+            ordinal
+            for ordinal, file in enumerate(self._experts)
+            if file.name not in finished and mtp_ordinal(file.name) is None
+        )
 
     def _convert_layer(self, ordinal: int, make: Callable[[], PackExpert]) -> NDArray[np.uint8]:
         """See :data:`moechat.store.calibrated.ConvertLayer`."""

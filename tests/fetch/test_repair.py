@@ -35,10 +35,12 @@ def state(program: Cli) -> Path:
     return user_paths({"MOECHAT_HOME": str(program.home)}).state
 
 
-def damage(program: Cli, path: Path, expert: int = 1) -> str:
-    """Flip a bit of an expert in the last layer, so that nothing else tells; the name of its file."""
+def damage(program: Cli, path: Path, expert: int = 1, ordinal: int = -1) -> str:
+    """Flip a bit of an expert, in the last layer unless another is named, so that nothing else tells; the
+    name of its file.
+    """
     store = Store.open(path)
-    record = store.layers[-1]
+    record = store.layers[ordinal]
     flip(*record_place(store, record.layer, expert))
     look_unchanged(path, state(program))
     return record.file
@@ -180,9 +182,9 @@ def test_a_link_in_the_library_stays_one(inside: Cli, local: tuple[Path, Path], 
     assert sorted(elsewhere.parent.iterdir()) == [elsewhere]
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("kept", "ordinal"), [(True, -1), (False, -1), (False, 1)])
 def test_a_model_of_the_hub_is_repaired_from_its_kept_checkpoint_or_a_download(
-    inside: Cli, hub: Hub, kept: bool
+    inside: Cli, hub: Hub, kept: bool, ordinal: int
 ) -> None:
     assert inside.call("download", REPOSITORY, *(["--keep-source"] if kept else [])).status == 0
     path = models(inside) / STORE
@@ -190,7 +192,7 @@ def test_a_model_of_the_hub_is_repaired_from_its_kept_checkpoint_or_a_download(
     copy = path.parent.parent / "copy"
     shutil.copytree(path, copy)
     assert inside.call("verify").status == 0
-    file = damage(inside, path)
+    file = damage(inside, path, ordinal=ordinal)
     hub.requests.clear()
     done = inside.call("verify", REPOSITORY, "--repair", *([] if kept else ["--yes"]))
     assert done.status == 0, done.err

@@ -208,9 +208,9 @@ class ReadsDense:
         self.checkpoint, self.plan = checkpoint, plan
         self.layers: list[int] = []
 
-    def run(self, convert_layer: ConvertLayer) -> bool:
+    def run(self, convert_layer: ConvertLayer, last: int) -> bool:
         pack = make_packer(self.plan.geometry(4), "least-squares")
-        for ordinal, layer in enumerate(self.plan.layers):
+        for ordinal, layer in enumerate(self.plan.layers[: last + 1]):
             for key in self.plan.read_before[ordinal]:
                 assert self.checkpoint.array(key).size
             records = convert_layer(ordinal, lambda: lambda _number, *expert: pack(*expert))
