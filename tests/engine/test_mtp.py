@@ -50,7 +50,7 @@ def test_guesses_are_those_of_transformers(written: tuple[Path, Any, Any], home:
     directory, model, reference = written
     with torch.inference_mode():
         hidden = model.model(torch.tensor([TEXT])).last_hidden_state
-    with moechat.load(directory, bits=16) as engine, torch.inference_mode():
+    with moechat.load(directory, bits=16, dense_bits=8) as engine, torch.inference_mode():
         head = engine.loaded.mtp
         assert head is not None
         rows = hidden.to(engine.loaded.dtype)
@@ -71,8 +71,8 @@ def test_later_guesses_follow_from_earlier_ones(written: tuple[Path, Any, Any], 
     directory, model, reference = written
     with torch.inference_mode():
         hidden = model.model(torch.tensor([TEXT])).last_hidden_state
-    # In float32, since rounding to bfloat16 can choose another expert.
-    with moechat.load(directory, bits=16, dtype="float32") as engine, torch.inference_mode():
+    # As exact as heads can be, since rounding can choose another expert.
+    with moechat.load(directory, bits=16, dense_bits=8, dtype="float32") as engine, torch.inference_mode():
         head = engine.loaded.mtp
         assert head is not None
         cache = head.new_cache(64)
@@ -84,7 +84,7 @@ def test_later_guesses_follow_from_earlier_ones(written: tuple[Path, Any, Any], 
             positions = torch.arange(1, 1 + len(tokens))[None]
             out = reference.forward_layer(0, states, positions, None, input_ids=torch.tensor([tokens]))
             logits = reference._project_to_logits(out[:, -1])
-            assert logits[0, token] > logits.max() - 0.02 * logits.std()
+            assert logits[0, token] > logits.max() - 0.1 * logits.std()
             tokens, states = [*tokens, token], torch.cat([states, out[:, -1:]], dim=1)
 
 
