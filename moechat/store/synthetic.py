@@ -2,8 +2,12 @@
 
 A synthetic store is complete, hashed and loaded like any other; only its text output is noise. Codes, scales
 and zeros of quantised experts are drawn directly, such that weights have mean 0 and variance ``1 / inputs``
-and activations stay finite. To write as fast as the disk allows, a few random blocks are packed and experts
-are assembled from them, so blocks repeat; experts with biases repeat as a whole.
+and activations stay finite. Embeddings that are not the head too have more, 1/4. With less, attention, which
+adds nearly the same to every token, outweighs them, and routers choose the same quarter of the experts for
+all tokens; now LRU finds about as many as in recorded routing.
+
+To write as fast as the disk allows, a few random blocks are packed and experts are assembled from them, so
+blocks repeat; experts with biases repeat as a whole.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ _POOL_BLOCKS = 48
 _DENSE_POOL = 1 << 22
 _CONFIG = "config.json"
 _DISK_SLACK = 1 << 20
+# The variance of embeddings is one by this; see the module.
+_EMBEDDING_INPUTS = 4
 _WHOLE_BF16 = 257  # numbers from 0 on that bf16 holds exactly
 
 
@@ -77,7 +83,7 @@ class SyntheticModel:
     def fingerprint(self) -> str:
         """Hash of all fields but the name."""
         parts = [
-            "synthetic 1",
+            "synthetic 2",
             dict(self.config),
             self.geometry.to_json(),
             list(self.layers),
@@ -169,6 +175,9 @@ class _Writer:
         self._workspace = workspace
         self._progress = progress
         self._generator = np.random.default_rng(model.seed)
+        untied = any(name.endswith("lm_head.weight") for name in model.dense)
+        embeddings = [name for name in model.dense if name.endswith("embed_tokens.weight")]
+        self._embedding = embeddings[0] if untied and embeddings else None
         self._total = model.expert_bytes + model.dense_bytes
         self._done = 0
 
@@ -215,9 +224,10 @@ class _Writer:
                     self._advance(2 * left, tensor.name)
                     continue
                 fan_in = int(np.prod(tensor.shape[1:], dtype=np.int64))
-                if fan_in not in scaled:
-                    scaled[fan_in] = _bf16(pool * np.float32(fan_in**-0.5))
-                source = scaled[fan_in]
+                inputs = _EMBEDDING_INPUTS if tensor.name == self._embedding else fan_in
+                if inputs not in scaled:
+                    scaled[inputs] = _bf16(pool * np.float32(inputs**-0.5))
+                source = scaled[inputs]
                 at = int(self._generator.integers(len(source)))
                 while left:
                     part = source[at : at + left]

@@ -203,7 +203,7 @@ def prepare(
     for path, plan in wanted:
         if not path.exists():
             say(f"writing {path.name}, {plan.nbytes / 1e9:.2f} GB")
-            _write_gguf(plan, path)
+            write_gguf(plan, path)
         sizes[path.name] = path.stat().st_size
     if load and kept:
         with files.moechat_worker("moechat") as worker:
@@ -219,7 +219,12 @@ def _is_complete(store: Path) -> bool:
     return (store / "manifest.json").is_file()
 
 
-def _write_gguf(plan: GgufPlan, path: Path) -> None:
+def write_gguf(plan: GgufPlan, path: Path) -> None:
+    """Write a GGUF file with random weights, in a process of its own.
+
+    Raises:
+        BenchError: It cannot be written.
+    """
     described = path.with_suffix(".json")
     described.write_text(json.dumps(plan.to_json()), "utf-8")
     command = [sys.executable, str(_HERE / "gguf_files.py"), str(described), str(path)]

@@ -3,8 +3,9 @@
     PYTHON scripts/bench/gguf_files.py PLAN.json FILE.gguf
 
 Blocks are drawn, not quantised: every bit pattern of their codes is valid, and the scales are such that the
-weights have mean 0 and the variance ``1 / inputs``, as in moechat's synthetic stores. A few blocks are drawn
-for each number of inputs, and tensors are put together from them.
+weights have mean 0 and the variance ``1 / inputs``, as in moechat's synthetic stores; embeddings that are not
+the head too have 1, for the reason given there. A few blocks are drawn for each number of inputs, and tensors
+are put together from them.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ RANDOM_BLOCKS = {
 class _Weights:
     """Draws tensors."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, plan: GgufPlan, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
+        self._untied = any(tensor.name == "output.weight" for tensor in plan.tensors)
         self._pools: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
 
     def draw(self, tensor: Tensor) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
@@ -138,7 +140,8 @@ class _Weights:
             values = self._generator.standard_normal(tensor.shape, dtype=np.float32)
             return values * np.float32(tensor.shape[-1] ** -0.5)
         weights, size = BLOCKS[tensor.kind]
-        pool = self._pool(tensor.kind, tensor.shape[-1])
+        is_embedding = self._untied and tensor.name == "token_embd.weight"
+        pool = self._pool(tensor.kind, 1 if is_embedding else tensor.shape[-1])
         out = np.empty((tensor.nbytes // size, size), dtype=np.uint8)
         done = 0
         while done < len(out):
@@ -188,7 +191,7 @@ def write_gguf(plan: GgufPlan, path: Path, *, seed: int = 0) -> Iterator[int]:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    weights = _Weights(seed)
+    weights = _Weights(plan, seed)
     for tensor in plan.tensors:
         writer.write_tensor_data(weights.draw(tensor))
         yield tensor.nbytes

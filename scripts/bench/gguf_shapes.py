@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # Of the writer: part of the name of a file, so that files of another form are not taken for these.
-REVISION = 1
+REVISION = 2
 # Weights and bytes of a block of each encoding (ggml-common.h: block_q4_0, block_q4_K and so on).
 BLOCKS = {
     "f32": (1, 4),
