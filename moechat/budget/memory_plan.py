@@ -31,7 +31,8 @@ _MARGIN_SHARE = 0.015
 _CONTEXT_SHARE = 0.25
 _LEAST_CONTEXT = 4096
 _CONTEXT_STEP = 256
-_LEAST_RESERVE = 512 * MEBI
+# Other programs need about as much on a large machine as on a small one.
+_LEAST_RESERVE, _MOST_RESERVE = 512 * MEBI, 1024 * MEBI
 _RESERVE_SHARE = 0.1
 # Of free graphics memory, where no budget is given: the desktop's share may grow.
 _FREE_SHARE = 0.95
@@ -214,13 +215,14 @@ class MemoryPlan:
 
 
 def automatic_budget(available: int, base: int) -> int:
-    """Budget for the whole process where none was given: all that is available, less a tenth or 512 MiB.
+    """Budget for the whole process where none was given: all that is available, less a tenth, at least 512 and at
+    most 1,024 MiB.
 
     Args:
         available: Bytes that the process could still take.
         base: Bytes that it has.
     """
-    reserve = max(int(available * _RESERVE_SHARE), min(_LEAST_RESERVE, available // 2))
+    reserve = min(max(int(available * _RESERVE_SHARE), _LEAST_RESERVE), _MOST_RESERVE, available // 2)
     return base + available - reserve
 
 

@@ -198,8 +198,9 @@ def test_every_plan_fits_its_budget_and_the_least_works(
         assert plan.context >= (ctx or min(own, 4096))
 
 
-def test_the_automatic_budget_leaves_a_tenth_or_half_a_gibibyte() -> None:
-    assert automatic_budget(20_000 * MEBI, 500 * MEBI) == 18_500 * MEBI
+def test_the_automatic_budget_leaves_a_tenth_within_half_a_gibibyte_and_a_whole_one() -> None:
+    assert automatic_budget(20_000 * MEBI, 500 * MEBI) == 19_476 * MEBI
+    assert automatic_budget(8_000 * MEBI, 500 * MEBI) == 7_700 * MEBI
     assert automatic_budget(2_000 * MEBI, 500 * MEBI) == 1_988 * MEBI
     assert automatic_budget(600 * MEBI, 0) == 300 * MEBI
 
