@@ -2,7 +2,8 @@
 
 A run without paths takes what fits into continuous integration: of every test as many of its parameter sets,
 from the first on, as take :data:`USUAL_SECONDS`, one at least; tests whose first case takes more than
-:data:`LONG_SECONDS` are left out. ``--all`` runs everything, and so do paths, for the tests that they name.
+:data:`LONG_SECONDS` are left out. ``--all`` runs everything, and so do paths, for the tests that they name,
+unless ``--usual`` is there too.
 ``--quick`` takes each test once, without slow ones.
 
 The list of slow tests is recorded by processor time, children included, because the time on the clock depends
@@ -25,11 +26,14 @@ SLOW_LIST = TESTS / "slow.txt"
 SLOW_SECONDS = 0.5
 USUAL_SECONDS = 0.7
 LONG_SECONDS = 1.9
-# Long, and the only tests of their kind: how many cases of each run always. Of auto these are four rows, in
+# Long, or the only tests of their kind: how many cases of each run always. Of auto these are four rows, in
 # which every machine and every kind of routing occurs.
 ALWAYS: Mapping[str, float] = {
     **dict.fromkeys(
         (
+            # Every family, with the oldest transformers and the newest.
+            "models/test_parity.py::test_sixteen_bit_store_gives_the_logits_and_tokens_of_transformers",
+            "models/test_whole_model.py::test_one_token_equals_transformers_pass_bitwise",
             "offload/device/test_fused_layers.py::test_a_layer_that_is_not_its_parts_does_not_agree",
             "offload/device/test_fused_layers.py::test_a_layer_whose_code_does_more_is_left_alone",
             "offload/device/test_fused_layers.py::test_an_output_that_the_next_layer_does_not_read_is_reported",
@@ -91,6 +95,7 @@ class SlowTest:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moechat")
     group.addoption("--all", action="store_true", help="all tests; without paths, long ones are left out")
+    group.addoption("--usual", action="store_true", help="leave long tests out of paths too")
     group.addoption("--quick", action="store_true", help="each test once, without those of tests/slow.txt")
     group.addoption("--record-slow", action="store_true", help="all tests; then write tests/slow.txt anew")
 
@@ -134,7 +139,8 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quick = config.getoption("quick")
-    if not quick and (names_tests(config) or config.getoption("all") or config.getoption("record_slow")):
+    named = names_tests(config) and not config.getoption("usual")
+    if not quick and (named or config.getoption("all") or config.getoption("record_slow")):
         return
     slow = slow_tests()
     kept, others, seen = [], [], defaultdict[str, int](int)
