@@ -215,8 +215,9 @@ class MemoryPlan:
 
 
 def automatic_budget(available: int, base: int) -> int:
-    """Budget for the whole process where none was given: all that is available, less a tenth, at least 512 and at
-    most 1,024 MiB.
+    """Budget for the whole process where none was given: all that is available, less a reserve.
+
+    The reserve, for other programs, is a tenth, but at least 512 MiB and at most 1 GiB.
 
     Args:
         available: Bytes that the process could still take.
