@@ -119,12 +119,13 @@ def test_what_cannot_be_measured_is_refused_with_a_reason(
 def test_memory_is_held_until_the_end() -> None:
     if psutil.swap_memory().total:
         pytest.skip("this machine has swap")
-    held = 256 << 20
+    # Other tests of this process may have left children that go on.
+    held, others = 256 << 20, set(psutil.Process().children())
     before = psutil.virtual_memory().available
     with script().scarce_memory(before - held):
-        holders = psutil.Process().children()
-        assert max(child.memory_info().rss for child in holders) > 0.8 * held
-    assert not any(child.is_running() for child in holders)
+        (holder,) = set(psutil.Process().children()) - others
+        assert holder.memory_info().rss > 0.5 * held  # others may have freed memory meanwhile
+    assert not holder.is_running()
     with (
         pytest.raises(module("cpu_files").BenchError, match="were asked for"),
         script().scarce_memory(1 << 60),
