@@ -25,7 +25,7 @@ def test_every_instruction_set_and_case_is_timed_in_every_round(tmp_path: Path) 
     done = run("--isas", ",".join(isas), "--bits", "4,16", "--tokens", "1,9", "--json", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out").read_text())["rows"]
-    cases = [(row["isa"], row["bits"], row["activation_bits"], row["tokens"]) for row in rows]
+    cases = [(row["isa"], row["weights"], row["activation_bits"], row["tokens"]) for row in rows]
     each = [(4, 16, 1), (4, 16, 9), (4, 8, 1), (4, 8, 9), (16, 32, 1), (16, 32, 9)]
     assert cases == [(isa, *case) for isa in isas for case in each]
     assert all(len(row["runs"]) == 2 for row in rows)

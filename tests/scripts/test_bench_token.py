@@ -26,8 +26,9 @@ def test_the_parts_of_a_token_add_up_to_the_whole() -> None:
         seconds = {part: median for part, (median, _, _) in parts.items()}
         whole = seconds.pop("whole")
         assert sum(seconds.values()) == pytest.approx(whole)
-        # Each was found: a part that no clock reaches would be counted as "between".
-        assert all(value > 0 for value in seconds.values()), seconds
+        # A part that no clock reaches would be counted as "between". The demo has no shared experts, and
+        # no layers without experts.
+        assert {part for part, value in seconds.items() if value <= 0} == {"mlp", "shared"}
 
 
 def test_an_unknown_model_is_an_error() -> None:
