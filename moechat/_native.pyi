@@ -1556,6 +1556,10 @@ class ExpertRunner:
         adaptive: Experts that an adaptive step fetches for a layer (ExpertFlow, section 3.2); 0: the step is
             not adaptive.
         adaptive_most: Most layers ahead of such a step; of a timeline, its ``lookahead``.
+        mapped_records: uint8 ``[experts * blocks * record_bytes]`` of each layer, mapped from its file;
+            empty: all experts are in pages.
+        mapped_experts: int32 ``[n]`` of each layer: the experts that are read from ``mapped_records`` and
+            never get a page.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1589,6 +1593,8 @@ class ExpertRunner:
         victims: str = "farthest",
         adaptive: float = 0.0,
         adaptive_most: int = 8,
+        mapped_records: Sequence[_U8] = (),
+        mapped_experts: Sequence[_I32] = (),
     ) -> None: ...
     @property
     def pages(self) -> int: ...

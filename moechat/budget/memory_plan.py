@@ -5,6 +5,9 @@ takes. It pays, in this order, for the base (interpreter and libraries, or the C
 weights, the attention cache of the context, the largest pass, the kernels' scratch and a margin; the rest
 becomes pages of one expert block each. If all experts fit, they are mapped from the store instead.
 
+A budget that nobody gave leaves a reserve for other programs. Most of it serves all the same: so many experts
+are mapped from the store, and stay in the system's page cache as long as nothing else needs the memory.
+
 Loading ends before the first page is allocated. So the memory that loading needs besides the dense weights
 must fit the budget by itself, and takes nothing from the pages.
 """
@@ -34,12 +37,30 @@ _CONTEXT_STEP = 256
 # Other programs need about as much on a large machine as on a small one.
 _LEAST_RESERVE, _MOST_RESERVE = 512 * MEBI, 1024 * MEBI
 _RESERVE_SHARE = 0.1
+# Of the reserve, for experts in the page cache.
+_SPARE_SHARE = 0.75
 # Of free graphics memory, where no budget is given: the desktop's share may grow.
 _FREE_SHARE = 0.95
 # Most of the memory for experts that a wave of a prompt may take, and its most tokens. Longer waves move
 # missing experts less often, but every page that they take keeps no expert while tokens are decoded.
 _WAVE_SHARE = 0.06
 _MOST_WAVE = 32768
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes to divide.
+
+    Attributes:
+        nbytes: Of the process, or of a GPU's memory.
+        given: The user gave them; else they are those that were available.
+        spare: Bytes of RAM beyond them for experts that are mapped from the store: the system takes them back
+            as soon as another program needs them.
+    """
+
+    nbytes: int
+    given: bool = True
+    spare: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +132,7 @@ class Needs:
         scratch: Scratch of the kernels and libraries.
         page_bytes: A block with its padding.
         blocks: Number of blocks of all experts.
+        expert_blocks: Number of blocks of one.
         spare_pages: Pages beyond one for every block, where all experts fit.
         min_pages: Fewest pages that work.
         own_context: Tokens that the model was made for.
@@ -132,6 +154,7 @@ class Needs:
     scratch: int
     page_bytes: int
     blocks: int
+    expert_blocks: int = 1
     spare_pages: int = 0
     min_pages: int
     own_context: int
@@ -167,6 +190,9 @@ class MemoryPlan:
         pages: Number of pages; 0 if the experts are mapped.
         mapped: All experts fit and are mapped from the store.
         expert_bytes: Pages, or all experts if they are mapped.
+        spare: See :class:`Budget`.
+        cached_experts: Experts that are in the page cache, beyond the budget; 0 if all are mapped.
+        expert_blocks: Blocks of an expert.
         context: Tokens of prompt and answer together.
         context_limited: Memory made the context shorter than the model allows.
         wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once,
@@ -193,6 +219,29 @@ class MemoryPlan:
     context_limited: bool
     wave: int = 0
     mtp: int = 0
+    spare: int = 0
+    cached_experts: int = 0
+    expert_blocks: int = 1
+
+    @property
+    def whole_budget(self) -> Budget:
+        """What was divided."""
+        return Budget(self.budget, self.given, self.spare)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the experts in the page cache, which are no part of the budget."""
+        return self.cached_experts * self.expert_blocks * self.page_bytes
+
+    @property
+    def beyond_bytes(self) -> int:
+        """Bytes of experts beyond the budget, in what is spare."""
+        return max(0, self.total - self.budget) if self.mapped else self.cached_bytes
+
+    @property
+    def near_pages(self) -> int:
+        """The pages, and as many more as the experts in the page cache would take; 0 if all are mapped."""
+        return self.pages + self.cached_experts * self.expert_blocks
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -210,21 +259,22 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Sum of all parts: at most the budget."""
+        """Sum of all parts: at most the budget, with mapped experts at most what is spare more."""
         return sum(part.nbytes for part in self.parts)
 
 
-def automatic_budget(available: int, base: int) -> int:
+def automatic_budget(available: int, base: int) -> Budget:
     """Budget for the whole process where none was given: all that is available, less a reserve.
 
-    The reserve, for other programs, is a tenth, but at least 512 MiB and at most 1 GiB.
+    The reserve, for other programs, is a tenth, but at least 512 MiB and at most 1 GiB. Three quarters of it
+    are spare.
 
     Args:
         available: Bytes that the process could still take.
         base: Bytes that it has.
     """
     reserve = min(max(int(available * _RESERVE_SHARE), _LEAST_RESERVE), _MOST_RESERVE, available // 2)
-    return base + available - reserve
+    return Budget(base + available - reserve, False, int(reserve * _SPARE_SHARE))
 
 
 def available_vram(free: int, context: int) -> int:
@@ -237,8 +287,8 @@ def available_vram(free: int, context: int) -> int:
     return context + int(max(0, free) * _FREE_SHARE)
 
 
-def gpu_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool, str]:
-    """Bytes of a GPU's memory that may be spent, whether they are the wanted ones, and a remark if not.
+def gpu_budget(wanted: int | None, free: int, context: int) -> tuple[Budget, str]:
+    """Bytes of a GPU's memory that may be spent, and a remark if they are not the wanted ones.
 
     Args:
         wanted: Bytes that the user gave; ``None``: all that is available.
@@ -247,24 +297,24 @@ def gpu_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool, 
     """
     most = available_vram(free, context)
     if wanted is None or wanted <= most:
-        return (most, False, "") if wanted is None else (wanted, True, "")
+        return (Budget(most, False) if wanted is None else Budget(wanted)), ""
     short = (
         f"{format_bytes(wanted)} of graphics memory were given, but only {format_bytes(most)} are available: "
         f"the CUDA context of {format_bytes(context)} and {100 * _FREE_SHARE:.0f} % of the "
         f"{format_bytes(free)} free beside it; other programs may need the rest"
     )
-    return most, False, short
+    return Budget(most, False), short
 
 
 def plan_memory(
     needs: Needs,
-    budget: int,
+    budget: Budget | int,
     *,
-    given: bool = True,
     ctx: int | None = None,
     pages: int | None = None,
     labels: BudgetLabels = RAM_LABELS,
     capacity: int | None = None,
+    page_cache: bool = True,
 ) -> MemoryPlan:
     """Divide a budget.
 
@@ -274,24 +324,28 @@ def plan_memory(
 
     Args:
         needs: Bytes that the model takes.
-        budget: Bytes to divide.
-        given: Whether the user gave the budget.
+        budget: Bytes to divide; a number is a budget that the user gave.
         ctx: Tokens wanted, or ``None``.
-        pages: Pages wanted in place of the rest of the budget; 0 maps the experts. Then nothing is refused.
+        pages: Pages wanted in place of the rest of the budget; 0 maps the experts. Then nothing is refused,
+            and nothing is spare.
         labels: Words for the message of a refusal.
         capacity: Bytes that the memory has in all, where that is known.
+        page_cache: Whether what is spare is used.
 
     Raises:
         DoesNotFitError: The budget is too small; the message has every part and the least budget that works.
     """
-    plan = _divide(needs, budget, given, ctx, pages)
+    whole = Budget(budget) if isinstance(budget, int) else budget
+    if not page_cache or pages is not None:
+        whole = replace(whole, spare=0)
+    plan = _divide(needs, whole, ctx, pages)
     if plan is None:
-        raise _refusal(needs, budget, given, ctx, labels, capacity)
+        raise _refusal(needs, whole, ctx, labels, capacity)
     return plan
 
 
 def _refusal(
-    needs: Needs, budget: int, given: bool, ctx: int | None, labels: BudgetLabels, capacity: int | None
+    needs: Needs, budget: Budget, ctx: int | None, labels: BudgetLabels, capacity: int | None
 ) -> DoesNotFitError:
     least = least_budget(needs, ctx)
     context = _least_context(needs, ctx)
@@ -304,15 +358,15 @@ def _refusal(
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
     if capacity is not None and least > capacity:
         hint, link = labels.larger, " or"
-    elif given:
+    elif budget.given:
         hint, link = f"give at least {least // MEBI}M with {labels.flag}", " or"
     else:
         hint, link = labels.retry.format(least=f"{least // MEBI}M"), ", or"
     if context > _CONTEXT_STEP and not loading_is_most:
         hint += f"{link} a context shorter than {context} tokens with --ctx (ctx=)"
     return DoesNotFitError(
-        f"{labels.given if given else labels.found} is {budget // MEBI} MiB; the least that works is "
-        f"{least // MEBI} MiB: {listed} (all in MiB, {when})",
+        f"{labels.given if budget.given else labels.found} is {budget.nbytes // MEBI} MiB; "
+        f"the least that works is {least // MEBI} MiB: {listed} (all in MiB, {when})",
         hint=hint,
         least_bytes=least,
     )
@@ -327,21 +381,26 @@ def least_budget(needs: Needs, ctx: int | None = None) -> int:
     while True:
         step = MEBI * (16 if budget <= 4096 * MEBI else 64 if budget <= 32768 * MEBI else 256)
         budget = -(-budget // step) * step
-        if _divide(needs, budget, True, ctx, None) is not None:
+        if _divide(needs, Budget(budget), ctx, None) is not None:
             return budget
         budget += step
 
 
-def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int | None) -> MemoryPlan | None:
-    context, mapped = _choose(needs, budget, ctx)
+def _divide(needs: Needs, budget: Budget, ctx: int | None, pages: int | None) -> MemoryPlan | None:
+    # Mapped experts may lie in what is spare.
+    context, mapped = _choose(needs, budget.nbytes, ctx)
+    if not mapped and budget.spare > 0:
+        beyond, fits = _choose(needs, budget.nbytes + budget.spare, ctx)
+        context, mapped = (beyond, True) if fits else (context, False)
     fixed = _fixed(needs, context)
-    room = budget - sum(fixed.values())
-    mapped = mapped if pages is None else pages == 0
-    wave, extra = _short_wave(needs, context, room) if mapped else _wave(needs, context, room)
+    room = budget.nbytes - sum(fixed.values())
+    if pages is not None:
+        mapped = pages == 0
+    wave, extra = _short_wave(needs, context, room + budget.spare) if mapped else _wave(needs, context, room)
     fixed["workspace"] += extra
     room -= extra
     if pages is None:
-        if sum(_while_loading(needs).values()) > budget:
+        if sum(_while_loading(needs).values()) > budget.nbytes:
             return None
         if mapped:
             count = 0
@@ -353,9 +412,13 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
     else:
         count = pages
     experts = needs.all_expert_bytes if mapped else count * needs.page_bytes
+    cached = 0
+    if not mapped:
+        lacking = -(-(needs.blocks - count) // needs.expert_blocks)
+        cached = min(budget.spare // (needs.expert_blocks * needs.page_bytes), max(0, lacking))
     return MemoryPlan(
-        budget=budget,
-        given=given,
+        budget=budget.nbytes,
+        given=budget.given,
         base=needs.base,
         base_name=needs.base_name,
         basis=needs.basis,
@@ -371,6 +434,9 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
         context=context,
         context_limited=ctx is None and context < needs.own_context,
         wave=wave,
+        spare=budget.spare,
+        cached_experts=cached,
+        expert_blocks=needs.expert_blocks,
     )
 
 
@@ -404,8 +470,8 @@ def _short_wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
     if not 0 < needs.chunk < min(context, PREFILL_CHUNK):
         return 0, 0
     nbytes = needs.wave(min(PREFILL_CHUNK, context), context) + needs.wave_scratch(PREFILL_CHUNK)
-    spare = room - int(needs.all_expert_bytes * (1 + _MARGIN_SHARE))
-    return (PREFILL_CHUNK, nbytes) if nbytes <= spare else (0, 0)
+    left = room - int(needs.all_expert_bytes * (1 + _MARGIN_SHARE))
+    return (PREFILL_CHUNK, nbytes) if nbytes <= left else (0, 0)
 
 
 def _fixed(needs: Needs, context: int) -> dict[str, int]:

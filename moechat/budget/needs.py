@@ -137,6 +137,7 @@ def memory_needs(
         page_bytes=geometry.record_bytes,
         blocks=len(outline.expert_layers) * geometry.num_experts * geometry.blocks_per_expert,
         # Targets leave a reserve of pages, so a GPU that holds all experts needs one more.
+        expert_blocks=geometry.blocks_per_expert,
         spare_pages=1 if on_gpu else 0,
         min_pages=MIN_PAGES,
         own_context=outline.own_context,

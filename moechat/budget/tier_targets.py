@@ -67,6 +67,7 @@ def plan_tier(
     settings: CacheSettings,
     knowledge: Knowledge | None,
     *,
+    cached: int = 0,
     reserve: int | None = None,
     strategy: Strategy | None = None,
 ) -> TierTargets:
@@ -75,22 +76,26 @@ def plan_tier(
     Args:
         geometry: Geometry of the experts.
         layers: Number of expert layers.
-        pages: Pages of the slab.
+        pages: Pages of the slab, and those that the experts in the page cache would take.
         top_k: Experts per token.
         settings: Settings of the cache; they name the method.
         knowledge: Statistics and costs; ``None`` gives every layer the same.
+        cached: The latter alone.
         reserve: Pages left for blocks in transit; ``None`` takes the usual number.
         strategy: The strategy, where the settings leave a choice; ``None``: the fastest in a simulation.
     """
+    far_computes = knowledge is not None and knowledge.costs.far_computes
+    if reserve is None and cached > 0:
+        slab = pages - cached
+        reserve = uniform_targets(geometry, layers, slab, top_k, settings, far_computes=far_computes)[1]
     if settings.choose:
         return _chosen(geometry, layers, pages, top_k, settings, knowledge, reserve, strategy)
-    far_computes = knowledge is not None and knowledge.costs.far_computes
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings, far_computes=far_computes)
     reserve = usual if reserve is None else reserve
     kept = 0 if settings.allocation == "shared" else int((pages - reserve) * settings.keep)
     evenly = TierTargets(targets, reserve, "shared" if settings.allocation == "shared" else "uniform")
     if pages_of(targets) > kept:  # the given reserve is larger than the usual one
-        evenly = replace(evenly, targets=_shrunk(targets, kept))
+        evenly = replace(evenly, targets=shrunk(targets, kept))
     if not settings.allocates or knowledge is None or knowledge.statistics is None or kept < layers:
         return evenly
     try:
@@ -227,7 +232,8 @@ def _tier(
     )
 
 
-def _shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
+def shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
+    """The targets with fewer experts, where there are most, so that they take at most so many pages."""
     smaller = targets.copy()
     while pages_of(smaller) > pages:
         most = int(smaller[:, EXPERTS].argmax())

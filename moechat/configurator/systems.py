@@ -213,6 +213,11 @@ class CacheSettings:
         return self.miss == "stay"
 
     @property
+    def uses_page_cache(self) -> bool:
+        """Whether experts may also be computed from the page cache: not by a system that keeps none."""
+        return self.keep > 0
+
+    @property
     def allocates(self) -> bool:
         """Whether a plan divides the pages among the layers, by statistics."""
         return self.allocation not in ("uniform", "shared")

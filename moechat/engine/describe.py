@@ -51,6 +51,8 @@ class Description:
         memory_margin_bytes: Kept free.
         memory_mtp_bytes: The head for multi-token prediction; 0: there is none.
         memory_experts_bytes: Pages of experts, or all experts where they are mapped.
+        memory_beyond_bytes: Experts beyond the budget, in memory that the system takes back when other
+            programs need it.
         experts: How the experts are held, for people.
         pages: Pages of experts; 0 where they are mapped.
         page_bytes: Of one page.
@@ -99,6 +101,7 @@ class Description:
     memory_margin_bytes: int
     memory_mtp_bytes: int
     memory_experts_bytes: int
+    memory_beyond_bytes: int
     experts: str
     pages: int
     page_bytes: int
@@ -181,6 +184,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         memory_margin_bytes=plan.margin,
         memory_mtp_bytes=plan.mtp,
         memory_experts_bytes=plan.expert_bytes,
+        memory_beyond_bytes=plan.beyond_bytes,
         experts=_how_experts_are_held(loaded, mapped_by_tuner),
         pages=plan.pages,
         page_bytes=plan.page_bytes,
@@ -217,4 +221,5 @@ def _how_experts_are_held(loaded: LoadedModel, mapped_by_tuner: bool) -> str:
         return "mapped: all of them fit"
     if mapped_by_tuner:
         return "mapped: the page cache was faster than pages"
-    return "in pages, the rest read when needed"
+    cached = loaded.plan.cached_experts
+    return "in pages, " + (f"{cached} in the page cache, " if cached else "") + "the rest read when needed"

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
+from moechat.budget.held_experts import choose_experts
 from moechat.budget.knowledge import Knowledge, gather, saved_statistics
 from moechat.budget.memory_plan import plan_memory
 from moechat.budget.needs import Memory, memory_needs, model_shape, uses_graphs
@@ -103,8 +104,14 @@ def _load(
         len(store.layers), store.geometry.num_experts, store.geometry.hidden_size
     )
     needs = memory_needs(outline, store.geometry, memory, options.conversations, learned=learned)
-    budget, given = placement.budget(options, needs.base)
-    plan = plan_memory(needs, budget, given=given, ctx=ctx, pages=offload.pages, labels=placement.labels)
+    plan = plan_memory(
+        needs,
+        placement.budget(options, needs.base),
+        ctx=ctx,
+        pages=offload.pages,
+        labels=placement.labels,
+        page_cache=settings.uses_page_cache and offload.link.kind == "file",
+    )
     placement.reserve(plan)
     mapped = plan.mapped and placement.maps_experts
 
@@ -113,11 +120,12 @@ def _load(
     native_modules, predictor = placement.adopt(
         skeleton, form, prefetch=settings.prefetch if predict else "none"
     )
+    activations = recorded_activations(store, outline, settings)
     if offload.link.kind == "file":
         placement.read_far(
             store,
             options,
-            recorded_activations(store, outline, settings),
+            activations,
             lambda done, total: report(Progress("load", done, total, "experts into memory")),
         )
 
@@ -146,6 +154,9 @@ def _load(
             ),
             placement,
             pages=needs.blocks + needs.spare_pages if plan.mapped else plan.pages,
+            cached=choose_experts(
+                len(store.layers), store.geometry.num_experts, plan.cached_experts, activations
+            ),
             settings=settings,
             counters=counters,
             knowledge=gather_knowledge(store, outline, settings, placement, memory),
@@ -185,7 +196,7 @@ def _load(
         accelerator=gpu,
         decoder=decoder,
         conversations=options.conversations,
-        check=BackgroundCheck(store, user_paths().state, mapped=tier is None),
+        check=BackgroundCheck(store, user_paths().state, mapped=tier is None or tier.cached is not None),
         mtp=head,
     )
     if tier is None:

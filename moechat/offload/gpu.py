@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat.budget.held_experts import choose_experts, experts_held
-from moechat.budget.memory_plan import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
+from moechat.budget.memory_plan import VRAM_LABELS, Budget, MemoryPlan, automatic_budget, gpu_budget
 from moechat.budget.needs import LIBRARY_BYTES, GpuMemory
 from moechat.config import cuda_graphs_wanted, run_ahead_wanted
 from moechat.configurator.costs import Costs
@@ -86,13 +86,13 @@ class GpuPlacement:
         graphs = cuda_graphs_wanted() and not options.deterministic
         return GpuMemory(self.accelerator.context_bytes, graphs, not options.deterministic)
 
-    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
+    def budget(self, options: LoadOptions, base: int) -> Budget:
         """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
         free, _ = self.accelerator.memory()
-        limit, given, short = gpu_budget(options.vram, free, base)
+        budget, short = gpu_budget(options.vram, free, base)
         if short:
             warnings.warn(short, MoechatWarning, stacklevel=2)
-        return limit, given
+        return budget
 
     def reserve(self, plan: MemoryPlan) -> None:
         """See :meth:`ModelPlacement.reserve`; the libraries allocate their part past torch."""
@@ -128,7 +128,8 @@ class GpuPlacement:
     ) -> None:
         """See :meth:`ModelPlacement.read_far`; experts that do not fit into memory stay in their files."""
         process = process_bytes()
-        budget = automatic_budget(available_bytes(), process) if options.ram is None else options.ram
+        found = options.ram
+        budget = automatic_budget(available_bytes(), process).nbytes if found is None else found
         layers, experts = len(store.layers), store.geometry.num_experts
         count = experts_held(budget, layers * experts, store.geometry.expert_bytes, process)
         held = choose_experts(layers, experts, count, activations)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat import _native
-from moechat.budget.memory_plan import RAM_LABELS, MemoryPlan, automatic_budget
+from moechat.budget.memory_plan import RAM_LABELS, Budget, MemoryPlan, automatic_budget
 from moechat.budget.needs import HostMemory
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
@@ -55,11 +55,9 @@ class HostPlacement:
         give_back_unused()
         return HostMemory(process_bytes(), _native.num_threads())
 
-    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
+    def budget(self, options: LoadOptions, base: int) -> Budget:
         """See :meth:`ModelPlacement.budget`."""
-        if options.ram is not None:
-            return options.ram, True
-        return automatic_budget(available_bytes(), base), False
+        return automatic_budget(available_bytes(), base) if options.ram is None else Budget(options.ram)
 
     def reserve(self, plan: MemoryPlan) -> None:
         """Does nothing: a process cannot enforce a limit on its own memory."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moechat.budget.memory_plan import BudgetLabels, MemoryPlan
+from moechat.budget.memory_plan import Budget, BudgetLabels, MemoryPlan
 from moechat.budget.needs import Memory
 from moechat.configurator.systems import Prefetch
 from moechat.models.decode import NativeModules
@@ -58,8 +58,8 @@ class ModelPlacement(Placement, Protocol):
         """The memory as it is before anything is loaded."""
         ...
 
-    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
-        """Bytes that may be spent, and whether the user gave them.
+    def budget(self, options: LoadOptions, base: int) -> Budget:
+        """Memory that may be spent.
 
         Args:
             options: With ``vram`` and ``ram``.

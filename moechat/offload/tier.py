@@ -21,8 +21,9 @@ import torch
 
 from moechat import _native
 from moechat.budget.gpu_sizes import MIN_PAGES
+from moechat.budget.held_experts import HeldExperts
 from moechat.budget.knowledge import Knowledge, defaults
-from moechat.budget.tier_targets import TierTargets, plan_tier
+from moechat.budget.tier_targets import TierTargets, plan_tier, shrunk
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import CacheSettings
@@ -162,6 +163,8 @@ class ExpertTier:
         placement: Memory and device; the tier closes it.
         pages: Pages of one block record each, at least :data:`~moechat.budget.gpu_sizes.MIN_PAGES`.
         settings: Policy, split and prefetches.
+        cached: Experts of each layer that are computed from the mapped store, in the system's page cache, and
+            never get a page; ``None``: none are. Only where the CPU computes.
         counters: Counters of the engine.
         knowledge: Statistics and costs that targets are made from, if the settings want a plan;
             ``None`` takes the package's own for the family.
@@ -170,7 +173,9 @@ class ExpertTier:
         settings: Settings in effect; ``planned_settings``: those that the targets were planned for, which
             differ from them in loading alone; ``first_settings``: those at first; ``wanted``: those asked
             for, which may leave a choice.
-        plan: Targets in effect and their origin.
+        plan: Targets in effect and their origin; they count the experts in the page cache too.
+        pages: The pages, and as many more as the experts in the page cache would take.
+        cached: See there.
         runner: The native runner; another one after :meth:`shrink`.
         lookup: What the first layer chose for the tokens so far.
         requests: Predictors that learn from requests.
@@ -189,6 +194,7 @@ class ExpertTier:
         *,
         pages: int,
         settings: CacheSettings,
+        cached: HeldExperts | None = None,
         counters: ExpertCounters | None = None,
         knowledge: Knowledge | None = None,
     ) -> None:
@@ -205,6 +211,7 @@ class ExpertTier:
         self.counters = ExpertCounters() if counters is None else counters
         self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
         self.wanted = settings
+        self.cached = cached if cached and any(map(len, cached)) else None
         try:
             self._open(pages, settings)
         except BaseException:
@@ -224,7 +231,10 @@ class ExpertTier:
             # Pages beyond those in transit would be a cache, which such a system does not have. Where the CPU
             # computes every expert of a token, they serve prompts.
             pages = min(pages, max(MIN_PAGES, in_transit(geometry, self.top_k, settings)))
-        plan = plan_tier(geometry, self.layers, pages, self.top_k, settings, self.knowledge)
+        cached = sum(map(len, self.cached or ())) * geometry.blocks_per_expert
+        plan = plan_tier(
+            geometry, self.layers, pages + cached, self.top_k, settings, self.knowledge, cached=cached
+        )
         policy = _policy(settings, self.layers, geometry.num_experts, config.replay, self.knowledge)
         memory = self.placement.open_pages(pages, config)
         try:
@@ -234,7 +244,7 @@ class ExpertTier:
                 layers=self.layers,
                 experts=geometry.num_experts,
                 pages=pages,
-                targets=plan.targets,
+                targets=self._targets_in_pages(plan.targets, pages - plan.reserve),
                 reserve=plan.reserve,
                 policy=policy,
                 link=memory.link,
@@ -254,6 +264,8 @@ class ExpertTier:
                 far_experts=memory.far_experts,
                 layer_layouts=list(geometry.layouts),
                 layer_gates=[gate.native for gate in geometry.layer_gates],
+                mapped_records=[] if self.cached is None else self._mapped_records(),
+                mapped_experts=self.cached or [],
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
@@ -262,9 +274,25 @@ class ExpertTier:
                 f"{pages} pages of experts cannot be made: {error}",
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
-        self.pages, self.plan, self.reserve = pages, plan, plan.reserve
+        self.pages, self.plan, self.reserve = pages + cached, plan, plan.reserve
         self.planned_settings = plan.settings_for(settings)
         self._run_by(self.planned_settings)
+
+    def _mapped_records(self) -> list[npt.NDArray[np.uint8]]:
+        """The records of all layers, mapped from the store."""
+        store = self.config.store
+        layers = [store.expert_layer(record.layer) for record in store.layers]
+        for records in layers:
+            _native.prefer_huge_pages(records)
+        return [records.reshape(-1) for records in layers]
+
+    def _targets_in_pages(self, targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
+        """What the pages keep of the targets, beside the experts in the page cache."""
+        if self.cached is None:
+            return targets
+        own = targets.copy()
+        own[:, EXPERTS] = np.maximum(own[:, EXPERTS] - [len(experts) for experts in self.cached], 0)
+        return shrunk(own, pages)
 
     def layer(self, ordinal: int) -> RunsExperts:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
@@ -347,7 +375,7 @@ class ExpertTier:
 
     def apply(self, plan: TierTargets) -> None:
         """Like :meth:`set_targets`, for targets from :meth:`plan_for`."""
-        self.runner.set_targets(plan.targets)
+        self.runner.set_targets(self._targets_in_pages(plan.targets, self.runner.pages - self.reserve))
         self.plan = plan
 
     def plan_for(self, settings: CacheSettings, knowledge: Knowledge | None = None) -> TierTargets:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moechat import _native
 from moechat.budget.knowledge import Knowledge, assumed_costs
-from moechat.budget.memory_plan import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
+from moechat.budget.memory_plan import RAM_LABELS, VRAM_LABELS, Budget, MemoryPlan, Needs, plan_memory
 from moechat.budget.needs import SPEED_CONTEXT, memory_needs, model_shape
 from moechat.budget.tier_targets import TierTargets, plan_tier, simulated_seconds
 from moechat.config import run_ahead_wanted, user_paths
@@ -141,9 +141,8 @@ class Cases:
 
     def case(
         self,
-        budget: int,
+        budget: Budget,
         *,
-        given: bool,
         ctx: int | None,
         ram_share: float,
         strategy: Strategy | None = None,
@@ -151,8 +150,7 @@ class Cases:
         """The outcome of a budget.
 
         Args:
-            budget: Bytes of the tier that computes: of the GPU, or of the whole process.
-            given: Whether the user gave it.
+            budget: Of the tier that computes: of the GPU, or of the whole process.
             ctx: Context, or ``None`` for the usual rule.
             ram_share: Share of all experts that RAM holds behind a GPU.
             strategy: The strategy, where the settings leave a choice; ``None``: the fastest.
@@ -165,16 +163,16 @@ class Cases:
         memory = plan_memory(
             self.needs,
             budget,
-            given=given,
             ctx=ctx,
             labels=labels if self.machine.here else labels.elsewhere(),
             capacity=self._capacity,
+            page_cache=self.settings.uses_page_cache,
         )
         costs = self._costs(memory, ram_share, ahead=self.runs_ahead(memory))
         statistics = self.routing.statistics
         if memory.mapped:
             return Case(memory, None, None, costs, decode_speed(costs, self.shape, statistics))
-        found, made = self._allocation(memory.pages, costs, strategy)
+        found, made = self._allocation(memory, costs, strategy)
         seconds = None if made.strategy is None else made.strategy.seconds_of_choice
         decode, exposed = self._decode(found, costs, made.settings_for(self.settings), seconds)
         return Case(memory, found, exposed, costs, decode, made.notes, made)
@@ -223,14 +221,14 @@ class Cases:
         settings, simulated = case.made.settings_for(self.settings), None
         if case.made.strategy is not None:
             simulated = simulated_seconds(
-                self.geometry, case.memory.pages, self.outline.top_k, case.made, self._knowledge(costs)
+                self.geometry, case.memory.near_pages, self.outline.top_k, case.made, self._knowledge(costs)
             )
         found = self._evaluated(case.allocation.method, case.allocation.targets, costs, settings)
         return self._decode(found, costs, settings, simulated)[0]
 
     def resident(self, memory: MemoryPlan) -> float:
         """Share of all experts that the tier that computes holds."""
-        return min(1.0, memory.expert_bytes / self.shape.all_expert_bytes)
+        return min(1.0, (memory.expert_bytes + memory.cached_bytes) / self.shape.all_expert_bytes)
 
     def runs_ahead(self, memory: MemoryPlan) -> bool:
         """Whether decoded tokens wait for the host at no layer."""
@@ -304,10 +302,10 @@ class Cases:
         )
 
     def _allocation(
-        self, pages: int, costs: Costs, strategy: Strategy | None
+        self, memory: MemoryPlan, costs: Costs, strategy: Strategy | None
     ) -> tuple[Allocation, TierTargets]:
         """The division of the pages and the strategy, as loading makes them."""
-        settings = self.settings
+        settings, pages = self.settings, memory.near_pages
         made = plan_tier(
             self.geometry,
             self.shape.layers,
@@ -315,6 +313,7 @@ class Cases:
             self.outline.top_k,
             settings,
             self._knowledge(costs),
+            cached=pages - memory.pages,
             strategy=strategy,
         )
         if made.allocation is not None:

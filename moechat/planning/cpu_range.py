@@ -88,7 +88,7 @@ def cpu_rates(cases: Cases, case: Case, far: Far | None, ram_share: float) -> tu
     def rate(there: Cases) -> float:
         if case.allocation is not None:
             return there.decode_at(case, ram_share).rate
-        return there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share).decode.rate
+        return there.case(memory.whole_budget, ctx=memory.context, ram_share=ram_share).decode.rate
 
     low, high = in_threads(rate, ends)
     return low, high
@@ -113,7 +113,7 @@ def _at(cases: Cases, end: End) -> Cases:
 
 def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_share: float) -> CpuEnd:
     there, memory = _at(cases, end), case.memory
-    made = there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share)
+    made = there.case(memory.whole_budget, ctx=memory.context, ram_share=ram_share)
     kept, changed = made.decode, 0
     if case.allocation is not None and made.allocation is not None:
         changed = int(np.any(case.allocation.targets != made.allocation.targets, axis=1).sum())

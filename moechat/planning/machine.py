@@ -8,7 +8,7 @@ from pathlib import Path
 from moechat import _native
 from moechat.budget.gpu_sizes import CONTEXT_BYTES
 from moechat.budget.held_experts import HOST_BYTES
-from moechat.budget.memory_plan import MEBI, automatic_budget, gpu_budget
+from moechat.budget.memory_plan import MEBI, Budget, automatic_budget, gpu_budget
 from moechat.budget.needs import GpuMemory, HostMemory, Memory
 from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
@@ -93,8 +93,8 @@ class Machine:
             return HostMemory(process_bytes(), options.threads or _native.num_threads())
         return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")
 
-    def ram_budget(self, wanted: int | None, base: int) -> int:
-        """Bytes of RAM for the whole process, as ``moechat run`` takes them.
+    def ram_budget(self, wanted: int | None, base: int) -> Budget:
+        """RAM for the whole process, as ``moechat run`` takes it.
 
         Args:
             wanted: Bytes that the user gave, or ``None``.
@@ -104,7 +104,7 @@ class Machine:
             DoesNotFitError: ``wanted`` exceeds the memory of another machine.
         """
         if self.here or self.profile is None:
-            return automatic_budget(available_bytes(), process_bytes()) if wanted is None else wanted
+            return automatic_budget(available_bytes(), process_bytes()) if wanted is None else Budget(wanted)
         ram = int(self.profile.ram.value)
         if wanted is None:
             base = HOST_BYTES if self.near == "gpu" else base
@@ -114,10 +114,10 @@ class Machine:
                 f"{self.title} has {ram // MEBI} MiB of RAM; {wanted // MEBI} MiB are asked for",
                 hint="give less with --ram (ram=), or name another machine with --gpu (profile=)",
             )
-        return wanted
+        return Budget(wanted)
 
-    def vram_budget(self, wanted: int | None) -> tuple[int, bool, str]:
-        """Bytes of graphics memory that may be spent; see :func:`moechat.budget.memory_plan.gpu_budget`.
+    def vram_budget(self, wanted: int | None) -> tuple[Budget, str]:
+        """Graphics memory that may be spent; see :func:`moechat.budget.memory_plan.gpu_budget`.
 
         Raises:
             DoesNotFitError: ``wanted`` exceeds the memory of the GPU.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from moechat.budget.memory_plan import least_budget
+from moechat.budget.memory_plan import Budget, least_budget
 from moechat.budget.needs import SPEED_CONTEXT
 from moechat.config import user_paths
 from moechat.errors import DoesNotFitError
@@ -225,10 +225,9 @@ def _others(cases: Cases, case: Case, ram_share: float) -> tuple[OtherBudget, ..
         resident = memory.budget  # the memory beside the experts is used for a longer context
 
     def rate(budget: int) -> float | None:
+        other_budget = Budget(budget, True, memory.spare)
         try:
-            other = cases.case(
-                budget, given=True, ctx=memory.context, ram_share=ram_share, strategy=case.strategy
-            )
+            other = cases.case(other_budget, ctx=memory.context, ram_share=ram_share, strategy=case.strategy)
         except DoesNotFitError:
             return None
         return other.decode.rate

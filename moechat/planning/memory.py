@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moechat.budget.held_experts import HOST_BYTES, experts_held
-from moechat.budget.memory_plan import MEBI, Part
+from moechat.budget.memory_plan import MEBI, Budget, Part
 
 GIBI = 1 << 30
 # RAM that a process without torch's CUDA libraries takes.
@@ -25,12 +25,14 @@ class Tier:
         budget: Bytes that may be spent.
         given: Whether the user gave the budget; else it is all that is available.
         parts: The parts; experts last.
+        beyond: Bytes of experts beyond the budget, in the page cache.
     """
 
     name: Literal["vram", "ram"]
     budget: int
     given: bool
     parts: tuple[Part, ...]
+    beyond: int = 0
 
     @property
     def used(self) -> int:
@@ -53,7 +55,7 @@ class Far:
     needed: int
 
 
-def far_in_ram(experts: int, expert_bytes: int, budget: int, given: bool) -> tuple[Tier, Far]:
+def far_in_ram(experts: int, expert_bytes: int, budget: Budget) -> tuple[Tier, Far]:
     """The parts of RAM when a GPU computes: the process, and the experts.
 
     As in loading, as many experts as fit beside the process are pinned; the others stay in their files.
@@ -61,16 +63,17 @@ def far_in_ram(experts: int, expert_bytes: int, budget: int, given: bool) -> tup
     Args:
         experts: Experts of all layers.
         expert_bytes: Bytes of one.
-        budget: Bytes of RAM for the whole process.
-        given: Whether the user gave the budget.
+        budget: RAM for the whole process.
     """
-    held = experts_held(budget, experts, expert_bytes)
+    held = experts_held(budget.nbytes, experts, expert_bytes)
     parts = (
         Part("process", HOST_BYTES, "estimate"),
         Part("experts, pinned", held * expert_bytes, "counted"),
     )
     kind: Literal["ram", "disk", "ram+disk"] = "ram" if held == experts else "ram+disk" if held else "disk"
-    return Tier("ram", budget, given, parts), Far(kind, held / experts, HOST_BYTES + experts * expert_bytes)
+    return Tier("ram", budget.nbytes, budget.given, parts), Far(
+        kind, held / experts, HOST_BYTES + experts * expert_bytes
+    )
 
 
 def other_budgets(

@@ -44,16 +44,16 @@ def place(cases: Cases, options: LoadOptions, *, brief: bool = False) -> Placed:
     """
     machine, shape = cases.machine, cases.shape
     near: Literal["vram", "ram"] = "vram" if machine.near == "gpu" else "ram"
-    budget, given, short = machine.ram_budget(options.ram, cases.needs.base), options.ram is not None, ""
+    budget, short = machine.ram_budget(options.ram, cases.needs.base), ""
     behind: tuple[Tier, Far] | None = None
     if near == "vram":
-        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
-        budget, given, short = machine.vram_budget(options.vram)
+        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget)
+        budget, short = machine.vram_budget(options.vram)
     ram_share = 0.0 if behind is None else behind[1].share
     strategy = cases.usual_strategy if brief else None
-    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share, strategy=strategy)
+    case = cases.case(budget, ctx=cases.ctx, ram_share=ram_share, strategy=strategy)
     memory = case.memory
-    tiers = [Tier(near, memory.budget, memory.given, memory.parts)]
+    tiers = [Tier(near, memory.budget, memory.given, memory.parts, memory.beyond_bytes)]
     far: Far | None = None
     pinned = 0
     if behind is not None and not memory.mapped:

@@ -258,6 +258,7 @@ def _tier(tier: Tier) -> dict[str, Any]:
         "budget_bytes": tier.budget,
         "given": tier.given,
         "used_bytes": tier.used,
+        "beyond_bytes": tier.beyond,
         "parts": [{"name": part.name, "bytes": part.nbytes, "basis": part.basis} for part in tier.parts],
     }
 

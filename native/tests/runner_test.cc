@@ -23,6 +23,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels/threads/thread_pool.h"
@@ -227,6 +228,41 @@ void prefetch_something(Random& random, const Model& model, ExpertRunner& runner
                   chance(random, 0.3) ? Priority::kLater : Priority::kNext);
 }
 
+// Records of some experts, as if they were mapped from a file; or of none.
+std::vector<const unsigned char*> any_mapped(Random& random, const Model& model) {
+  std::vector<const unsigned char*> found;
+  if (chance(random, 0.6)) return found;
+  for (std::int32_t layer = 0; layer < model.layers; ++layer) {
+    const auto& records = model.records[static_cast<std::size_t>(layer)];
+    const std::int64_t bytes = static_cast<std::int64_t>(records.size()) / model.experts;
+    for (std::int32_t expert = 0; expert < model.experts; ++expert) {
+      found.push_back(chance(random, 0.4) ? records.data() + expert * bytes : nullptr);
+    }
+  }
+  return found;
+}
+
+// Mapped experts are there from the beginning to the end.
+void expect_mapped(const ExpertRunner& runner) {
+  const std::vector<std::int16_t> resident = runner.residency();
+  for (std::size_t place = 0; place < runner.options().mapped_records.size(); ++place) {
+    if (runner.options().mapped_records[place] == nullptr) continue;
+    EXPECT(resident[place] == runner.options().blocks);
+  }
+}
+
+// Asks for experts while nothing else is done, some in place of others.
+void preload_something(Random& random, const Model& model, ExpertRunner& runner) {
+  std::vector<std::pair<std::int32_t, std::int32_t>> all;
+  for (std::int32_t layer = 0; layer < model.layers; ++layer) {
+    for (std::int32_t expert = 0; expert < model.experts; ++expert) all.emplace_back(layer, expert);
+  }
+  std::shuffle(all.begin(), all.end(), random);
+  const auto cut = all.begin() + between(random, 0, static_cast<std::int64_t>(all.size()));
+  ++operations;
+  runner.preload({all.begin(), cut}, between(random, 1, 40), {cut, all.end()}, chance(random, 0.5));
+}
+
 // Some passes over a runner with random options.
 void random_layers(Random& random) {
   const Model model(random, static_cast<std::int32_t>(between(random, 1, 4)),
@@ -245,6 +281,7 @@ void random_layers(Random& random) {
   SimLinkOptions link = any_link(random);
   const bool faulty = chance(random, 0.3);
   if (faulty) link.fault_rate = 0.03;
+  options.mapped_records = any_mapped(random, model);
   ThreadPool::set_num_threads(static_cast<int>(between(random, 1, 3)));
   ExpertRunner runner(options, any_policy(random, model), make_sim_link(model.regions(), link));
 
@@ -278,12 +315,17 @@ void random_layers(Random& random) {
       if (chance(random, 0.05)) {
         runner.set_targets(any_targets(random, model, options.pages - options.reserve));
       }
-      if (chance(random, 0.2)) expect_consistent(runner);
+      if (chance(random, 0.1)) preload_something(random, model, runner);
+      if (chance(random, 0.2)) {
+        expect_consistent(runner);
+        expect_mapped(runner);
+      }
     }
   }
   runner.abort();
   runner.drain({});
   expect_consistent(runner);
+  expect_mapped(runner);
   const ScheduleStats stats = runner.stats();
   EXPECT(stats.pages_peak <= options.pages);
   EXPECT(faulty || stats.link.errors == 0);

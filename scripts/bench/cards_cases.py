@@ -102,10 +102,10 @@ def _planned(
     assert run_ahead_wanted() == run_ahead
     options = LoadOptions.parse({"vram": name.vram} if name.vram else {})
     cases = Cases(find_model(name.model, None), find_machine(profile, gpu=True), options)
-    budget, given, _ = cases.machine.vram_budget(options.vram)
+    budget, _ = cases.machine.vram_budget(options.vram)
     known = {one.name: one for one in strategies(cases.settings, far_computes=True)}
     chosen = None if strategy is None else known[strategy]
-    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=1.0, strategy=chosen)
+    case = cases.case(budget, ctx=cases.ctx, ram_share=1.0, strategy=chosen)
     return cases, case, profile
 
 

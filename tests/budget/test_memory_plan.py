@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.budget.memory_plan import MEBI, MemoryPlan, Needs, automatic_budget, least_budget, plan_memory
+from moechat.budget.memory_plan import (
+    MEBI,
+    Budget,
+    MemoryPlan,
+    Needs,
+    automatic_budget,
+    least_budget,
+    plan_memory,
+)
 from moechat.errors import DoesNotFitError
 
 NEEDS = Needs(
@@ -130,7 +138,7 @@ def test_the_error_for_a_small_budget_lists_the_parts_and_the_least() -> None:
 
 def test_the_error_for_little_free_memory_says_so() -> None:
     with pytest.raises(DoesNotFitError, match="the memory that is available is 700 MiB") as caught:
-        plan_memory(NEEDS, 700 * MEBI, given=False)
+        plan_memory(NEEDS, Budget(700 * MEBI, False))
     assert "end other programs" in str(caught.value.hint)
 
 
@@ -151,6 +159,8 @@ _SIZES = st.integers(0, 64 << 30)
     threads=st.integers(1, 256),
     below=st.integers(0, 64 << 30),
     above=st.integers(0, 256 << 30),
+    spare=st.integers(0, 1 << 30),
+    parts=st.integers(1, 256),
 )
 def test_every_plan_fits_its_budget_and_the_least_works(
     base: int,
@@ -166,6 +176,8 @@ def test_every_plan_fits_its_budget_and_the_least_works(
     threads: int,
     below: int,
     above: int,
+    spare: int,
+    parts: int,
 ) -> None:
     needs = Needs(
         base=base,
@@ -176,6 +188,7 @@ def test_every_plan_fits_its_budget_and_the_least_works(
         scratch=36 * MEBI,
         page_bytes=page,
         blocks=blocks,
+        expert_blocks=parts,
         min_pages=min(least, blocks),
         own_context=own,
         threads=threads,
@@ -196,13 +209,55 @@ def test_every_plan_fits_its_budget_and_the_least_works(
         assert plan.context == (ctx or plan.context)
         assert plan.context <= max(own, ctx or 0)
         assert plan.context >= (ctx or min(own, 4096))
+        more = plan_memory(needs, Budget(budget, False, spare), ctx=ctx)
+        assert more.total <= budget + (spare if more.mapped else 0)
+        assert more.beyond_bytes <= spare
+        assert more.mapped or more.pages == plan.pages
+        assert more.total - more.expert_bytes <= budget
+        assert more.near_pages < blocks + parts
 
 
 def test_the_automatic_budget_leaves_a_tenth_within_half_a_gibibyte_and_a_whole_one() -> None:
-    assert automatic_budget(20_000 * MEBI, 500 * MEBI) == 19_476 * MEBI
-    assert automatic_budget(8_000 * MEBI, 500 * MEBI) == 7_700 * MEBI
-    assert automatic_budget(2_000 * MEBI, 500 * MEBI) == 1_988 * MEBI
-    assert automatic_budget(600 * MEBI, 0) == 300 * MEBI
+    for available, base, budget, spare in (
+        (20_000, 500, 19_476, 768),
+        (8_000, 500, 7_700, 600),
+        (2_000, 500, 1_988, 384),
+        (600, 0, 300, 225),
+    ):
+        found = automatic_budget(available * MEBI, base * MEBI)
+        assert found == Budget(budget * MEBI, False, spare * MEBI)
+
+
+FEW = replace(NEEDS, expert_blocks=40)  # experts of 10 MiB
+
+
+def test_experts_lie_in_what_is_spare_beside_the_pages() -> None:
+    without = plan_memory(FEW, 2048 * MEBI, ctx=1024)
+    plan = plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024)
+    assert (plan.pages, plan.total) == (without.pages, without.total)
+    assert plan.cached_experts == 20
+    assert plan.cached_bytes == plan.beyond_bytes == 200 * MEBI
+    assert plan.near_pages == plan.pages + 20 * 40
+    assert without.cached_experts == without.beyond_bytes == 0
+    for other in (
+        plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024, page_cache=False),
+        plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024, pages=500),
+    ):
+        assert (other.cached_experts, other.spare) == (0, 0)
+
+
+def test_all_experts_are_mapped_where_they_fit_with_what_is_spare() -> None:
+    whole = plan_memory(FEW, 8192 * MEBI, ctx=1024)
+    short = Budget(whole.total - 150 * MEBI, False, 200 * MEBI)
+    plan = plan_memory(FEW, short, ctx=1024)
+    assert (plan.mapped, plan.pages, plan.cached_experts) == (True, 0, 0)
+    assert plan.beyond_bytes == 150 * MEBI
+    paged = plan_memory(FEW, replace(short, spare=100 * MEBI), ctx=1024)
+    assert not paged.mapped
+    # No more of them than the pages lack.
+    most = plan_memory(FEW, replace(short, nbytes=whole.total - 30 * MEBI, spare=29 * MEBI), ctx=1024)
+    lacking = FEW.blocks - most.pages
+    assert 0 < most.cached_experts * FEW.expert_blocks < lacking + FEW.expert_blocks
 
 
 WAVES = replace(NEEDS, chunk=1024, wave=lambda tokens, context: tokens * 16_384 + context * 1024)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tiny import write_tiny_chat_model
@@ -18,9 +19,13 @@ from transformers.cache_utils import DynamicCache
 
 import moechat
 from moechat import Engine
+from moechat.budget.memory_plan import Budget
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Prefetch, settings_of
+from moechat.engine.at_work import Watcher
 from moechat.errors import DoesNotFitError, MoechatError, PromptTooLongError, StoreDamagedError
+from moechat.loading import load
 from moechat.models.prompt_cache import CachedTokens, PromptCache
+from moechat.offload import host
 from moechat.offload.settings import LinkSettings, OffloadOptions
 
 PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
@@ -84,6 +89,70 @@ def test_description_lists_the_parts_of_the_plan(paged: Engine, engine: Engine) 
     assert total <= mapped["memory_budget_bytes"]
     assert not mapped["memory_budget_given"]
     assert mapped["system"] == "auto"
+
+
+def with_experts_in_the_page_cache(chat_model: Path, monkeypatch: pytest.MonkeyPatch, experts: int) -> Engine:
+    """A model without a budget on a machine whose memory has room for four pages, and for more experts where
+    the system may take them back.
+    """
+    with moechat.load(chat_model) as whole:
+        plan, geometry = whole.loaded.plan, whole.loaded.store.geometry
+    own = plan.total - plan.base - plan.expert_bytes + 4 * geometry.record_bytes
+
+    def budget(_available: int, base: int) -> Budget:
+        return Budget(base + own, False, experts * geometry.expert_bytes)
+
+    monkeypatch.setattr(host, "automatic_budget", budget)
+    return moechat.load(chat_model, ctx=plan.context)
+
+
+def test_experts_in_the_page_cache_are_computed_there_and_never_fetched(
+    chat_model: Path, home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_experts_in_the_page_cache(chat_model, monkeypatch, 3) as other:
+        plan, near = other.loaded.plan, other.loaded.near
+        assert near is not None
+        assert near.cached is not None
+        assert not plan.mapped
+        assert plan.cached_experts == sum(map(len, near.cached)) == 3
+        assert near.runner.pages == plan.pages
+        assert near.pages == plan.near_pages == plan.pages + plan.cached_experts * plan.expert_blocks
+        resident = near.runner.residency().reshape(near.layers, -1)
+        for layer, experts in enumerate(near.cached):
+            assert (resident[layer, experts] == plan.expert_blocks).all()
+        assert resident.sum() == plan.cached_experts * plan.expert_blocks, "pages are empty at first"
+        assert answer(other) == answer(engine)
+        assert torch.equal(other.logits(PROMPT), engine.logits(PROMPT))
+        assert near.runner.check() == ""
+        assert other.stats.demand_bytes > 0
+        facts = other.describe()
+        assert facts.memory_beyond_bytes == 3 * near.geometry.expert_bytes
+        assert "3 in the page cache" in facts.experts
+        assert Watcher(other).look().used_bytes <= plan.expert_bytes
+
+
+def test_the_experts_used_most_are_those_in_the_page_cache(
+    chat_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = np.arange(2 * 8).reshape(2, 8)
+    monkeypatch.setattr(load, "recorded_activations", lambda *_: used)
+    with with_experts_in_the_page_cache(chat_model, monkeypatch, 3) as other:
+        assert other.loaded.near is not None
+        assert [list(experts) for experts in other.loaded.near.cached or ()] == [[], [5, 6, 7]]
+
+
+def test_experts_that_are_read_from_a_damaged_mapping_end_the_answer(
+    chat_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_experts_in_the_page_cache(chat_model, monkeypatch, 5) as other:
+        assert other.loaded.near is not None
+        store = other.loaded.store
+        for record in store.layers:
+            path = store.expert_extent(record.layer).path
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 64)
+        with pytest.raises(StoreDamagedError):
+            answer(other)
 
 
 @pytest.mark.parametrize("ram", ["64M", 64 << 20])

@@ -15,6 +15,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat import _native
 from moechat.bench.decode import Bench
+from moechat.budget.held_experts import choose_experts
 from moechat.configurator.systems import SYSTEMS, CacheSettings, Prefetch
 from moechat.engine import Engine
 from moechat.models.router_search import find_routers
@@ -33,12 +34,15 @@ _SPLITS = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class Combination:
-    """One way to run a model; ``share`` is that of all its blocks that have a page."""
+    """One way to run a model; ``share`` is that of all its blocks that have a page, ``cached`` the number of
+    experts in the page cache.
+    """
 
     share: float
     threads: int
     settings: CacheSettings
     link: LinkSettings
+    cached: int
 
 
 def combinations(seed: int) -> list[Combination]:
@@ -68,7 +72,8 @@ def combinations(seed: int) -> list[Combination]:
             )
         )
         share = draw.choice((0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.95, 1.1))
-        result.append(Combination(share, draw.choice((1, 2)), settings, link))
+        cached = draw.choice((0, 0, 1, 5, 11))
+        result.append(Combination(share, draw.choice((1, 2)), settings, link, cached))
     return result
 
 
@@ -80,14 +85,16 @@ def logits_of(engine: Engine, tokens: list[int]) -> tuple[torch.Tensor, torch.Te
         steps.append(output.logits[0, -1].clone())
 
     forced = engine.logits(tokens)
+    list(engine.generate(tokens, max_new_tokens=ANSWER, temperature=0.0))  # native code tries the layers out
     hook = engine.loaded.model.register_forward_hook(note)
     engine.drop_prompt_cache()
-    list(engine.generate(tokens, max_new_tokens=ANSWER, temperature=0.0))
+    list(engine.generate(tokens, max_new_tokens=ANSWER, temperature=0.0, draft_tokens=0))
     hook.remove()
+    assert len(steps) == ANSWER
     return forced, torch.stack(steps)
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3_moe", "mixtral"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "demo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | str]:
     if request.param == "demo":
         yield "demo"
@@ -123,7 +130,10 @@ def test_logits_do_not_depend_on_how_the_tier_is_run(model: Path | str, moechat_
             _native.set_num_threads(combination.threads)
             config = TierConfig(engine.loaded.store, bench.top_k, link=combination.link, predictor=predictor)
             pages = max(2, int(blocks * combination.share))
-            tier = ExpertTier(config, HostPlacement(), pages=pages, settings=combination.settings)
+            cached = choose_experts(bench.layers, geometry.num_experts, combination.cached, None)
+            tier = ExpertTier(
+                config, HostPlacement(), pages=pages, settings=combination.settings, cached=cached
+            )
             with bench.experts([tier.layer(ordinal) for ordinal in range(bench.layers)]):
                 got = logits_of(engine, tokens)
             assert tier.runner.check() == ""

@@ -11,6 +11,7 @@ from plan_support import desktop
 from tiny import tiny_config
 
 import moechat
+from moechat.budget.memory_plan import Budget
 from moechat.cli.commands.plan import render
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.options import LoadOptions
@@ -127,12 +128,12 @@ def test_the_plan_itself_is_that_of_the_value(config: Path) -> None:
 def test_an_allocation_at_its_own_costs_has_the_time_of_its_plan(config: Path) -> None:
     options = LoadOptions.parse({"vram": "830M"})
     cases = Cases(find_model(str(config), options.bits), find_machine(exact(100), gpu=True), options)
-    case = cases.case(830 << 20, given=True, ctx=128, ram_share=1.0)
+    case = cases.case(Budget(830 << 20), ctx=128, ram_share=1.0)
     assert case.allocation is not None
     assert cases.decode_with(case, case.costs).seconds == pytest.approx(case.decode.seconds)
     # A faster CPU helps the same targets too.
     faster = cases.on(find_machine(exact(300), gpu=True))
-    costs = faster.case(830 << 20, given=True, ctx=128, ram_share=1.0).costs
+    costs = faster.case(Budget(830 << 20), ctx=128, ram_share=1.0).costs
     assert faster.decode_with(case, costs).seconds < case.decode.seconds
 
 

@@ -17,8 +17,9 @@ from tiny import tiny_config
 import moechat
 from moechat import _native
 from moechat.budget import tier_targets
+from moechat.budget.held_experts import choose_experts
 from moechat.budget.knowledge import gather
-from moechat.budget.memory_plan import plan_memory
+from moechat.budget.memory_plan import Budget, plan_memory
 from moechat.cli.commands.plan import render
 from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.systems import SYSTEMS, settings_of
@@ -343,7 +344,8 @@ def test_mixtral_fits_desktop_gpus_and_fewer_dense_bits_leave_more_for_experts(
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS.keys() - {"oracle"}))  # which the engine refuses here
 @pytest.mark.parametrize("known", [False, True])
-def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool) -> None:
+@pytest.mark.parametrize("spare", [0, 3 << 20])
+def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool, spare: int) -> None:
     if not known:
         kept.unlink()
     store, settings = Store.open(DEMO), settings_of(system)
@@ -352,7 +354,8 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
     )
     everything = plan_memory(replace(model.needs, loading=0), 8 * GIB, ctx=1024)
     budget = everything.total - everything.expert_bytes // 2
-    case = model.case(budget, given=True, ctx=1024, ram_share=0.0)
+    case = model.case(Budget(budget, False, spare), ctx=1024, ram_share=0.0)
+    assert (case.memory.cached_experts > 0) == (spare > 0 and settings.keep > 0)
     assert case.allocation is not None
     knowledge = gather(
         model.shape,
@@ -370,7 +373,12 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
     assert knowledge.costs == case.costs
     config = TierConfig(store, model.outline.top_k)
     tier = ExpertTier(
-        config, HostPlacement(), pages=case.memory.pages, settings=settings, knowledge=knowledge
+        config,
+        HostPlacement(),
+        pages=case.memory.pages,
+        settings=settings,
+        cached=choose_experts(model.shape.layers, model.shape.experts, case.memory.cached_experts, None),
+        knowledge=knowledge,
     )
     with closing(tier):
         planned = case.allocation.targets
@@ -379,7 +387,7 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
             assert not tier.targets[:, 0].any()
             assert tier.plan.method == "shared"
             assert planned[:, 0].max() - planned[:, 0].min() <= 1
-            assert 0 < planned.prod(axis=1).sum() <= case.memory.pages
+            assert 0 < planned.prod(axis=1).sum() <= case.memory.near_pages
         else:
             assert tier.targets.tolist() == planned.tolist()
 

@@ -11,6 +11,7 @@ from plan_support import desktop
 from tiny import tiny_config
 
 import moechat
+from moechat.budget.memory_plan import Budget
 from moechat.cli.commands.plan import render
 from moechat.configurator.warm_start import default_statistics
 from moechat.options import LoadOptions
@@ -123,7 +124,7 @@ def test_recorded_tokens_narrow_the_range_until_none_is_left(
 def test_the_ends_are_speeds_of_the_same_plan(config: Path) -> None:
     options = LoadOptions.parse({"vram": "830M"})
     cases = Cases(find_model(str(config), None), find_machine(desktop(), gpu=True), options)
-    case = cases.case(830 << 20, given=True, ctx=128, ram_share=1.0)
+    case = cases.case(Budget(830 << 20), ctx=128, ram_share=1.0)
     found = routing_range(cases, case, 1.0)
     assert found is not None
     assert cases.decode_at(case, 1.0).seconds == pytest.approx(case.decode.seconds)

@@ -37,6 +37,7 @@ _PLAIN_HEIGHTS = "._-=+*%#"
 # Gain of another plan that is worth a word; the search for targets leaves less than that to chance.
 _WORTH_NAMING = 0.01
 _BUDGETS = {"half": "half", "all_experts": "all experts"}
+_BEYOND = "experts beyond it, while no other program needs the memory"
 
 
 def plan(command: PlanCommand) -> int:
@@ -165,6 +166,8 @@ def _memory(made: Plan) -> Table:
             elif part.name.startswith("experts") and made.far is not None:
                 words = f"{100 * made.far.share:.0f} % of all"
             table.add_row(f"  {part.name}", format_bytes(part.nbytes), words)
+        if tier.beyond:
+            table.add_row("  page cache", format_bytes(tier.beyond), _BEYOND)
         if tier.budget - tier.used >= 1 << 20:
             table.add_row("  left", format_bytes(tier.budget - tier.used), "", style="dim")
     if made.far is not None and made.far.kind == "disk":

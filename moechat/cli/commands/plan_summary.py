@@ -29,7 +29,7 @@ def summary_rows(made: Plan) -> list[tuple[str, str]]:
 
 def _memory(made: Plan) -> str:
     near, tier = TIERS[made.near], made.tiers[0]
-    budget = format_bytes(tier.budget)
+    budget = format_bytes(tier.budget + tier.beyond)
     if tier.used < _FULL * tier.budget:
         budget = f"{format_bytes(tier.used)} of {budget}"
     context = f"{made.context:,} tokens of context" + (

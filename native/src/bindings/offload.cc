@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -115,10 +114,13 @@ class ResidentExperts : public PassExperts {
  public:
   ResidentExperts(const BlockLayout& layout, const GateSpec& gate, py::array records, int activation_bits,
                   bool reads_ahead)
-      : layout_(layout), gate_(gate), activation_bits_(activation_bits), records_(std::move(records)) {
+      : layout_(layout),
+        gate_(gate),
+        activation_bits_(activation_bits),
+        records_(std::move(records)),
+        held_(checked_records(layout, records_)),
+        used_(reads_ahead ? static_cast<std::size_t>(held_.experts) : 0) {
     check_activation_bits(activation_bits);
-    held_ = checked_records(layout, records_);
-    if (reads_ahead) used_ = std::vector<std::atomic<bool>>(static_cast<std::size_t>(held_.experts));
   }
 
   std::int64_t forward(std::uintptr_t x, std::uintptr_t index, std::uintptr_t weights, std::uintptr_t out,
@@ -137,8 +139,7 @@ class ResidentExperts : public PassExperts {
     if (used_.empty()) return first;
     for (std::int64_t i = 0; i < count; ++i) {
       if (index[i] < 0 || index[i] >= held_.experts) continue;
-      auto& used = used_[static_cast<std::size_t>(index[i])];
-      if (!used.load(std::memory_order_relaxed) && !used.exchange(true)) first.push_back(index[i]);
+      if (used_.first_use(static_cast<std::size_t>(index[i]))) first.push_back(index[i]);
     }
     std::sort(first.begin(), first.end());
     const std::int64_t bytes = layout_.blocks * layout_.record_bytes;
@@ -151,6 +152,7 @@ class ResidentExperts : public PassExperts {
   std::int64_t hidden_size() const override { return layout_.hidden_size; }
   std::int64_t run(const float* x, const std::int64_t* index, const float* weights, float* out,
                    std::int64_t tokens, std::int64_t k) override {
+    used_.begin();
     read_unused(index, tokens * k);
     return resident_forward(layout_, gate_, held_.bytes, held_.experts, x, index, weights, tokens, k, out,
                             activation_bits_);
@@ -161,8 +163,8 @@ class ResidentExperts : public PassExperts {
   GateSpec gate_;
   int activation_bits_;
   py::array records_;
-  Records held_{};
-  std::vector<std::atomic<bool>> used_;  // of each expert; empty: nothing is read ahead
+  Records held_;
+  PartsInUse used_;  // experts; none: nothing is read ahead
 };
 
 void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index, const py::array& weights,
@@ -444,7 +446,8 @@ void bind_offload(py::module_& m) {
                     const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool, bool,
                     std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
                     const std::vector<py::array>&, std::vector<BlockLayout>, std::vector<GateSpec>,
-                    const std::string&, const std::string&, double, std::int32_t>(),
+                    const std::string&, const std::string&, double, std::int32_t,
+                    const std::vector<py::array>&, const std::vector<py::array>&>(),
            py::arg("layout"), py::arg("gate"), py::kw_only(), py::arg("layers"), py::arg("experts"),
            py::arg("pages"), py::arg("targets"), py::arg("reserve"), py::arg("policy"), py::arg("link"),
            py::arg("stall_seconds") = 30.0, py::arg("whole_experts") = false, py::arg("populate") = false,
@@ -454,7 +457,9 @@ void bind_offload(py::module_& m) {
            py::arg("layer_layouts") = std::vector<BlockLayout>(),
            py::arg("layer_gates") = std::vector<GateSpec>(), py::arg("admit") = "key",
            py::arg("victims") = "farthest", py::arg("adaptive") = 0.0,
-           py::arg("adaptive_most") = AdaptiveStep::kMost)
+           py::arg("adaptive_most") = AdaptiveStep::kMost,
+           py::arg("mapped_records") = std::vector<py::array>(),
+           py::arg("mapped_experts") = std::vector<py::array>())
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),

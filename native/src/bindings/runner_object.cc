@@ -11,36 +11,63 @@ namespace moechat {
 namespace {
 
 // [layers, experts] records of each expert, null where there are none, from those of each layer: of the
-// experts that far_experts lists, or of all if it is empty.
-std::vector<const unsigned char*> expert_records(const std::vector<py::array>& far_records,
-                                                 const std::vector<py::array>& far_experts,
-                                                 std::int32_t layers, std::int32_t experts,
-                                                 std::int64_t expert_bytes) {
+// experts that `listed` names, or of all if it is empty. `name`: far or mapped.
+std::vector<const unsigned char*> expert_records(const std::string& name,
+                                                 const std::vector<py::array>& records,
+                                                 const std::vector<py::array>& listed, std::int32_t layers,
+                                                 std::int32_t experts, std::int64_t expert_bytes) {
   std::vector<const unsigned char*> found;
-  if (far_records.empty()) return found;
-  const auto of_layers = [&](const char* name, std::size_t count) {
+  if (records.empty()) return found;
+  const auto of_layers = [&](const std::string& what, std::size_t count) {
     if (count == static_cast<std::size_t>(layers)) return;
-    refuse(std::string(name) + " has " + std::to_string(count) + " layers of " + std::to_string(layers));
+    refuse(what + " has " + std::to_string(count) + " layers of " + std::to_string(layers));
   };
-  of_layers("far_records", far_records.size());
-  if (!far_experts.empty()) of_layers("far_experts", far_experts.size());
+  const std::string records_name = name + "_records", list_name = name + "_experts";
+  of_layers(records_name, records.size());
+  if (!listed.empty()) of_layers(list_name, listed.size());
   found.resize(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts));
-  for (std::size_t layer = 0; layer < far_records.size(); ++layer) {
+  for (std::size_t layer = 0; layer < records.size(); ++layer) {
     std::int64_t count = experts;
     const std::int32_t* list = nullptr;
-    if (!far_experts.empty()) {
-      count = far_experts[layer].size();
-      list = checked<std::int32_t>("far_experts", far_experts[layer], {count});
+    if (!listed.empty()) {
+      count = listed[layer].size();
+      list = checked<std::int32_t>(list_name.c_str(), listed[layer], {count});
     }
-    const auto* const records =
-        checked<std::uint8_t>("far_records", far_records[layer], {count * expert_bytes});
+    const auto* const bytes =
+        checked<std::uint8_t>(records_name.c_str(), records[layer], {count * expert_bytes});
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t expert = list == nullptr ? i : list[i];
       if (expert < 0 || expert >= experts) {
-        refuse("far_experts has expert " + std::to_string(expert) + " of " + std::to_string(experts));
+        refuse(list_name + " has expert " + std::to_string(expert) + " of " + std::to_string(experts));
       }
       found[layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(expert)] =
-          records + i * expert_bytes;
+          bytes + i * expert_bytes;
+    }
+  }
+  return found;
+}
+
+// [layers, experts] records of the experts that mapped_experts lists, from those of all experts.
+std::vector<const unsigned char*> mapped_records_of(const std::vector<py::array>& mapped_records,
+                                                    const std::vector<py::array>& mapped_experts,
+                                                    std::int32_t layers, std::int32_t experts,
+                                                    std::int64_t expert_bytes) {
+  const std::vector<const unsigned char*> all =
+      expert_records("mapped", mapped_records, {}, layers, experts, expert_bytes);
+  if (mapped_experts.size() != mapped_records.size()) {
+    refuse("mapped_experts has " + std::to_string(mapped_experts.size()) + " layers of " +
+           std::to_string(mapped_records.size()));
+  }
+  std::vector<const unsigned char*> found(all.size());
+  for (std::size_t layer = 0; layer < mapped_experts.size(); ++layer) {
+    const std::int64_t count = mapped_experts[layer].size();
+    const auto* const list = checked<std::int32_t>("mapped_experts", mapped_experts[layer], {count});
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (list[i] < 0 || list[i] >= experts) {
+        refuse("mapped_experts has expert " + std::to_string(list[i]) + " of " + std::to_string(experts));
+      }
+      const std::size_t place = layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(list[i]);
+      found[place] = all[place];
     }
   }
   return found;
@@ -65,7 +92,9 @@ RunnerObject::RunnerObject(const BlockLayout& layout, const GateSpec& gate, std:
                            std::uintptr_t near_memory, const std::vector<py::array>& far_records,
                            const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
                            std::vector<GateSpec> layer_gates, const std::string& admit,
-                           const std::string& victims, double adaptive, std::int32_t adaptive_most) {
+                           const std::string& victims, double adaptive, std::int32_t adaptive_most,
+                           const std::vector<py::array>& mapped_records,
+                           const std::vector<py::array>& mapped_experts) {
   RunnerOptions options;
   options.layout = layout;
   options.gate = gate;
@@ -86,11 +115,14 @@ RunnerObject::RunnerObject(const BlockLayout& layout, const GateSpec& gate, std:
   options.populate = populate;
   options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
   options.far_records =
-      expert_records(far_records, far_experts, layers, experts, layout.blocks * layout.record_bytes);
+      expert_records("far", far_records, far_experts, layers, experts, layout.blocks * layout.record_bytes);
+  options.mapped_records =
+      mapped_records_of(mapped_records, mapped_experts, layers, experts, layout.blocks * layout.record_bytes);
   policy.get();  // both throw if already taken, before either is taken
   link.get();
   parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
   parts_->alive.insert(parts_->alive.end(), far_records.begin(), far_records.end());
+  parts_->alive.insert(parts_->alive.end(), mapped_records.begin(), mapped_records.end());
 }
 
 void RunnerObject::close() {

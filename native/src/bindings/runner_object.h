@@ -50,13 +50,14 @@ class RunnerObject {
                int activation_bits, std::uintptr_t near_memory, const std::vector<py::array>& far_records,
                const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
                std::vector<GateSpec> layer_gates, const std::string& admit, const std::string& victims,
-               double adaptive, std::int32_t adaptive_most);
+               double adaptive, std::int32_t adaptive_most, const std::vector<py::array>& mapped_records,
+               const std::vector<py::array>& mapped_experts);
 
   std::shared_ptr<RunnerParts> parts() const {
     if (!parts_) throw std::runtime_error("the expert cache is closed");
     return parts_;
   }
-  // Waits for calls in other threads: the caller may free near_memory and far_records afterwards.
+  // Waits for calls in other threads: the caller may free all memory that it gave afterwards.
   void close();
 
   // Calls body(runner) without the GIL.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <stdexcept>
 
 namespace moechat {
@@ -70,6 +71,25 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
   staging_plan_.victims.reserve(1);
 }
 
+void SplitExpertCache::fix(std::int32_t layer, std::int32_t expert, const std::vector<PageId>& pages) {
+  check_layer("layer", layer);
+  mark(&expert, 1);
+  const std::size_t where = place(layer, expert);
+  Expert& fixed = state_[where];
+  if (fixed.assigned > 0 || fixed.fixed) refuse(name_of(layer, expert) + " has blocks already");
+  const bool outside = std::all_of(pages.begin(), pages.end(),
+                                   [&](PageId page) { return page >= slab_->pages() && page != kNoPage; });
+  if (pages.size() != size_of(blocks_) || !outside) {
+    refuse(name_of(layer, expert) + " needs a page outside of the slab for each of its blocks");
+  }
+  ++version_;
+  std::copy(pages.begin(), pages.end(), pages_.begin() + static_cast<std::ptrdiff_t>(spot(where, 0)));
+  fixed.resident = fixed.assigned = blocks_;
+  fixed.pins = 1;
+  fixed.fixed = true;
+  update_surplus(where);
+}
+
 void SplitExpertCache::check_targets(const std::vector<LayerTarget>& targets) const {
   if (reserve_ < 1) refuse("reserve is " + std::to_string(reserve_) + "; it must be at least 1");
   if (targets.size() != size_of(layers_)) {
@@ -134,7 +154,11 @@ void SplitExpertCache::access(std::int32_t layer, const std::int32_t* experts, c
   ++version_;
   policy_->access(layer, experts, tokens, count, pass_tokens);
   if (pass_tokens == 1 && !trials_.empty()) {
-    trials_[size_of(layer)].access(experts, count, policy_->keys(layer), targets_[size_of(layer)].experts);
+    in_pages_.clear();
+    std::copy_if(experts, experts + count, std::back_inserter(in_pages_),
+                 [&](std::int32_t expert) { return !is_fixed(layer, expert); });
+    trials_[size_of(layer)].access(in_pages_.data(), static_cast<std::int64_t>(in_pages_.size()),
+                                   policy_->keys(layer), targets_[size_of(layer)].experts);
   }
   known_[size_of(layer)] = 0;
   const std::uint64_t number = ++accesses_[size_of(layer)];
@@ -179,7 +203,9 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
   mark(&expert, 1);
   const std::size_t where = place(layer, expert);
   Expert& released = state_[where];
-  if (released.pins == 0) throw std::logic_error(name_of(layer, expert) + " is not pinned");
+  if (released.pins == (released.fixed ? 1 : 0)) {
+    throw std::logic_error(name_of(layer, expert) + " is not pinned");
+  }
   ++version_;
   --released.pins;
   if (released.fresh > 0) {
@@ -188,7 +214,7 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
     }
   }
   const std::int32_t room = targets_[size_of(layer)].experts;
-  if (!released.kept && room > 0 && released.assigned > 0) {
+  if (!released.kept && !released.fixed && room > 0 && released.assigned > 0) {
     if (kept_count_[size_of(layer)] < room) {
       keep(layer, expert);
     } else {
@@ -306,7 +332,7 @@ void SplitExpertCache::set_targets(const std::vector<LayerTarget>& targets) {
     candidates_.clear();
     for (std::int32_t expert = 0; expert < experts_; ++expert) {
       const Expert& state = at(layer, expert);
-      if (state.kept || state.assigned > 0) candidates_.push_back({keys[expert], expert});
+      if (!state.fixed && (state.kept || state.assigned > 0)) candidates_.push_back({keys[expert], expert});
     }
     const std::size_t room = std::min(size_of(targets[size_of(layer)].experts), candidates_.size());
     std::sort(candidates_.begin(), candidates_.end(), better);

@@ -32,6 +32,9 @@
 // resident. While nothing is done an expert can also be *given up*, protected or not, for one that is used
 // more in the long run.
 //
+// A *fixed* expert is ready from the beginning to the end, from records outside of the slab. It is pinned for
+// good, takes no part in protection, and its accesses are hits; targets and pages are for the others.
+//
 // Not thread-safe; the schedule's owner serialises.
 #pragma once
 
@@ -137,10 +140,15 @@ class SplitExpertCache {
   std::int32_t experts() const { return experts_; }
   std::int32_t blocks() const { return blocks_; }
 
+  // Makes an expert fixed; `pages`, of its blocks, are outside of the slab. To be called before the first
+  // access. Throws std::invalid_argument: a number out of range, an expert that has blocks, other pages.
+  void fix(std::int32_t layer, std::int32_t expert, const std::vector<PageId>& pages);
+
   // ---- looking (never changes anything)
   std::int32_t resident(std::int32_t layer, std::int32_t expert) const { return at(layer, expert).resident; }
   std::int32_t assigned(std::int32_t layer, std::int32_t expert) const { return at(layer, expert).assigned; }
   bool is_protected(std::int32_t layer, std::int32_t expert) const { return at(layer, expert).kept; }
+  bool is_fixed(std::int32_t layer, std::int32_t expert) const { return at(layer, expert).fixed; }
   std::int32_t pins(std::int32_t layer, std::int32_t expert) const { return at(layer, expert).pins; }
   // Page of a block below assigned(); kNoPage above.
   PageId page(std::int32_t layer, std::int32_t expert, std::int32_t block) const {
@@ -241,6 +249,7 @@ class SplitExpertCache {
     std::int32_t fresh = 0;    // pages with kFresh
     std::uint64_t access = 0;  // number of the last access, from 1
     bool kept = false;         // protected
+    bool fixed = false;
   };
   struct Candidate {
     double key;
@@ -322,6 +331,7 @@ class SplitExpertCache {
   mutable std::vector<Candidate> left_;
   mutable std::vector<std::uint32_t> taken_;  // [layers * experts]
   mutable std::uint32_t taking_ = 0;
+  std::vector<std::int32_t> in_pages_;  // of an access, the experts that are not fixed
   Plan staging_plan_;
 };
 

@@ -41,6 +41,15 @@ std::string SplitExpertCache::check() const {
     found.expect(expert.layer == static_cast<std::int32_t>(layer) && expert.pins >= 0,
                  name + ": wrong layer or negative pins");
     if (!ordered) return found.text();
+    if (expert.fixed) {
+      found.expect(expert.resident == blocks_ && expert.pins > 0 && !expert.kept && expert.surplus == 0,
+                   name + ": fixed, and not whole, not pinned or not apart");
+      for (std::int32_t block = 0; block < blocks_; ++block) {
+        const PageId page = pages_[spot(where, block)];
+        found.expect(page >= slab_->pages() && page != kNoPage, name + ": fixed, with a page of the slab");
+      }
+      continue;
+    }
     std::int32_t fresh = 0;
     for (std::int32_t block = 0; block < blocks_; ++block) {
       const PageId page = pages_[spot(where, block)];

@@ -108,6 +108,13 @@ Slab::~Slab() {
   }
 }
 
+PageId Slab::add_outside(const unsigned char* record) {
+  const std::int64_t number = pages_ + static_cast<std::int64_t>(outside_.size());
+  if (number >= kNoPage) throw std::invalid_argument("there are too many records outside of the slab");
+  outside_.push_back(record);
+  return static_cast<PageId>(number);
+}
+
 PageId Slab::take(std::uint32_t owner) {
   if (owner == kNoOwner) throw std::logic_error("a page needs an owner");
   if (free_.empty()) return kNoPage;

@@ -8,6 +8,9 @@
 // - Not thread-safe: only the cache that owns the slab calls it. A link may write the bytes of a page, and
 //   kernels may read them, on other threads; the cache decides who may do so at which time.
 // - After fork() a child process does not have the pages; any access to them there faults.
+// - Numbers from pages() on are *outside*: records that lie elsewhere, such as in a mapped file. They are
+// only
+//   read, and never taken or given.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +46,14 @@ class Slab {
     return reinterpret_cast<unsigned char*>(reinterpret_cast<std::uintptr_t>(base_) +
                                             page * static_cast<std::uintptr_t>(page_bytes_));
   }
+
+  // What a page holds, also one that is outside.
+  const unsigned char* record(PageId page) const {
+    return page < pages_ ? data(page) : outside_[page - static_cast<std::size_t>(pages_)];
+  }
+  // The number of a record outside, which must outlive the slab. Throws std::invalid_argument: no number is
+  // left.
+  PageId add_outside(const unsigned char* record);
 
   // Returns a free page, now owned by `owner` (not kNoOwner); kNoPage if none is free.
   PageId take(std::uint32_t owner);
@@ -81,6 +92,7 @@ class Slab {
   std::vector<PageId> free_;  // a stack, initially with page 0 on top
   std::vector<std::uint32_t> owner_;
   std::vector<std::uint32_t> generation_;
+  std::vector<const unsigned char*> outside_;
 };
 
 }  // namespace moechat

@@ -56,7 +56,7 @@ class HostExecutor final : public RealTimeExecutor {
   std::int64_t work_of_call() const override { return kWorkOfCall; }
   std::int64_t work_of_row() const override { return kWorkOfRow; }
   void add(std::int32_t row, std::int32_t block, PageId page, bool) override {
-    sum_.add(row, block, slab_->data(page));
+    sum_.add(row, block, slab_->record(page));
   }
   std::int64_t pending() const override { return sum_.pending(); }
   std::int64_t compute() override { return sum_.compute(); }

@@ -44,6 +44,14 @@ ScheduleOptions checked(ScheduleOptions options, const EvictionPolicy* policy, c
     refuse("pages is " + std::to_string(options.pages) + "; it must be from 1 to " +
            std::to_string(kNoPage - 1));
   }
+  if (!options.mapped_records.empty()) {
+    if (options.near_memory != nullptr) refuse("mapped experts are for pages in memory of the host");
+    if (options.mapped_records.size() != at(std::int64_t{options.layers} * options.experts)) {
+      refuse("mapped_records has " + std::to_string(options.mapped_records.size()) +
+             " experts; there must be one entry for each of " + std::to_string(options.layers) +
+             " layers of " + std::to_string(options.experts));
+    }
+  }
   if (!(options.stall_seconds > 0)) {
     refuse("stall_seconds is " + std::to_string(options.stall_seconds) + "; it must be positive");
   }
@@ -73,7 +81,20 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
                                                  options_.adaptive, AdaptiveStep::kStalls,
                                                  AdaptiveStep::kReady, options_.adaptive_most)
                 : nullptr),
-      windows_(at(std::int64_t{2} * options_.layers)) {}
+      windows_(at(std::int64_t{2} * options_.layers)) {
+  std::vector<PageId> pages(at(options_.blocks));
+  for (std::size_t place = 0; place < options_.mapped_records.size(); ++place) {
+    const unsigned char* record = options_.mapped_records[place];
+    if (record == nullptr) continue;
+    for (PageId& page : pages) {
+      page = slab_.add_outside(record);
+      record += options_.record_bytes;
+    }
+    const auto number = static_cast<std::int64_t>(place);
+    cache_.fix(static_cast<std::int32_t>(number / options_.experts),
+               static_cast<std::int32_t>(number % options_.experts), pages);
+  }
+}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
   if (layer >= 0 && layer < options_.layers) return;

@@ -28,6 +28,7 @@
 // Not thread-safe; the owner serialises.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -95,11 +96,16 @@ struct ScheduleOptions {
   // Memory of the pages, [pages, record_bytes]; it must outlive the schedule and all transfers in flight.
   // Null: the schedule allocates host memory.
   unsigned char* near_memory = nullptr;
+  // [layers, experts] records [blocks] of experts that are read where they lie, in memory of the host that
+  // outlives the schedule, and never get a page; null: an expert in pages. Empty: all are in pages.
+  std::vector<const unsigned char*> mapped_records;
 
   // Whole experts of a layer that fit if every layer gets as many.
   std::int64_t even_share() const {
     const std::int64_t whole = std::int64_t{layers} * blocks;
-    return whole > 0 && pages > reserve ? (pages - reserve) / whole : 0;
+    const auto mapped = std::count_if(mapped_records.begin(), mapped_records.end(),
+                                      [](const unsigned char* records) { return records != nullptr; });
+    return whole > 0 && pages > reserve ? (pages - reserve + mapped * blocks) / whole : 0;
   }
 };
 

@@ -101,7 +101,7 @@ bool LayerSchedule::unpin_one() {
     Row& row = row_at(i);
     const std::int32_t expert = expert_of(i);
     const std::int32_t kept = cache_.is_protected(layer_, expert) ? protected_blocks : 0;
-    if (!row.pinned || cache_.assigned(layer_, expert) <= kept) continue;
+    if (!row.pinned || cache_.is_fixed(layer_, expert) || cache_.assigned(layer_, expert) <= kept) continue;
     row.pinned = false;
     cache_.release(layer_, expert);
     ++unpinned_rows_;

@@ -142,7 +142,8 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
       device_(&schedule_.link(), options_.stall_seconds,
               FarKernels(options_, options_.activation_bits, options_.experts, options_.far_records)),
-      computed_(&schedule_.link()) {
+      computed_(&schedule_.link()),
+      mapped_(options_.mapped_records.size()) {
   if (options_.populate) schedule_.slab().populate();
 }
 
@@ -252,6 +253,7 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
   host_.sum().start(options_.layout_of(layer), options_.gate_of(layer), schedule_.rows(), x, tokens, out,
                     options_.accumulator_bytes, options_.activation_bits);
   host_.start(&interrupted);
+  read_mapped();
   return finish_with(&host_);
 }
 
@@ -263,10 +265,23 @@ std::int64_t ExpertRunner::finish_on_device(void* stream, std::int64_t tokens, s
   if (schedule_.sharing() && (far.x == nullptr || far.out == nullptr)) {
     throw std::invalid_argument("the CPU computes a part of this layer and was given no x and out");
   }
+  if (!mapped_.empty()) throw std::logic_error("mapped experts are computed by finish");
   if (work < 1) throw std::invalid_argument("work is " + std::to_string(work) + "; it must be at least 1");
   device_.far().begin(schedule_.layer(), &schedule_.rows(), tokens, far);
   device_.start(&interrupted, &schedule_.rows(), stream, work, &launch);
   return finish_with(&device_);
+}
+
+// Reads mapped experts of the begun layer as wholes, where kernels would fault them in page by page.
+void ExpertRunner::read_mapped() {
+  if (mapped_.empty()) return;
+  mapped_.begin();
+  const std::int64_t bytes = options_.blocks * options_.record_bytes;
+  for (const std::int32_t expert : schedule_.rows().experts) {
+    const std::size_t place = at(std::int64_t{schedule_.layer()} * options_.experts + expert);
+    const unsigned char* const records = options_.mapped_records[place];
+    if (records != nullptr && mapped_.first_use(place)) read_ahead(records, at(bytes));
+  }
 }
 
 void ExpertRunner::check_finish(std::int64_t tokens) const {

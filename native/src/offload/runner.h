@@ -26,6 +26,7 @@
 #include "cache/routing_counter.h"
 #include "kernels/experts/forward.h"
 #include "link/link.h"
+#include "memory/read_ahead.h"
 #include "offload/computed_executor.h"
 #include "offload/executors.h"
 #include "offload/layer_forms.h"
@@ -216,6 +217,7 @@ class ExpertRunner {
   void check_begun() const;
   void check_finish(std::int64_t tokens) const;
   std::int64_t finish_with(LayerExecutor* executor);
+  void read_mapped();
 
   const RunnerOptions options_;
   const int process_;
@@ -231,6 +233,7 @@ class ExpertRunner {
   // estimate. Empty
   // without a page table.
   std::vector<Estimate> undisturbed_;
+  PartsInUse mapped_;  // [layers, experts] of mapped_records
   double least_share_ = 1;
   std::thread::id begun_by_{};
   double begin_seconds_ = 0;             // bookkeeping: begin and prefetch
