@@ -1878,6 +1878,16 @@ class ExpertRunner:
         Raises:
             ValueError: As for the constructor; nothing has changed.
         """
+    def withhold(self, pages: int) -> int:
+        """Give the memory of so many pages in all to the system, or take it back; between passes.
+
+        Returns:
+            How many are withheld now: fewer where others are on their way or protected.
+
+        Raises:
+            ValueError: The targets need more than the other pages; nothing has changed.
+            RuntimeError: A layer has begun.
+        """
     def stats(self) -> dict[str, float]:
         """Return counters since the last reset.
 

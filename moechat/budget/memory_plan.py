@@ -5,6 +5,9 @@ takes. It pays, in this order, for the base (interpreter and libraries, or the C
 weights, the attention cache of the context, the largest pass, the kernels' scratch and a margin; the rest
 becomes pages of one expert block each. If all experts fit, they are mapped from the store instead.
 
+The attention cache is counted for a whole context, and most conversations are much shorter. The part that one
+of usual length does not use is *lent* to more pages, which give it back when a conversation gets longer.
+
 A budget that nobody gave leaves a reserve for other programs. Most of it serves all the same: so many experts
 are mapped from the store, and stay in the system's page cache as long as nothing else needs the memory.
 
@@ -133,6 +136,8 @@ class Needs:
         page_bytes: A block with its padding.
         blocks: Number of blocks of all experts.
         expert_blocks: Number of blocks of one.
+        kv_idle: The part of the attention cache for so many tokens that a conversation of usual length does
+            not use, where pages can have it meanwhile.
         spare_pages: Pages beyond one for every block, where all experts fit.
         min_pages: Fewest pages that work.
         own_context: Tokens that the model was made for.
@@ -155,6 +160,7 @@ class Needs:
     page_bytes: int
     blocks: int
     expert_blocks: int = 1
+    kv_idle: Callable[[int], int] = lambda _tokens: 0
     spare_pages: int = 0
     min_pages: int
     own_context: int
@@ -193,6 +199,8 @@ class MemoryPlan:
         spare: See :class:`Budget`.
         cached_experts: Experts that are in the page cache, beyond the budget; 0 if all are mapped.
         expert_blocks: Blocks of an expert.
+        lent_pages: More pages, in the part of the attention cache that a conversation of usual length does
+            not use.
         context: Tokens of prompt and answer together.
         context_limited: Memory made the context shorter than the model allows.
         wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once,
@@ -222,6 +230,7 @@ class MemoryPlan:
     spare: int = 0
     cached_experts: int = 0
     expert_blocks: int = 1
+    lent_pages: int = 0
 
     @property
     def whole_budget(self) -> Budget:
@@ -240,8 +249,15 @@ class MemoryPlan:
 
     @property
     def near_pages(self) -> int:
-        """The pages, and as many more as the experts in the page cache would take; 0 if all are mapped."""
-        return self.pages + self.cached_experts * self.expert_blocks
+        """The pages, those that are lent, and as many more as the experts in the page cache would take; 0 if
+        all are mapped.
+        """
+        return self.pages + self.lent_pages + self.cached_experts * self.expert_blocks
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the pages that are lent, which are a part of the attention cache."""
+        return self.lent_pages * self.page_bytes
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -314,7 +330,7 @@ def plan_memory(
     pages: int | None = None,
     labels: BudgetLabels = RAM_LABELS,
     capacity: int | None = None,
-    page_cache: bool = True,
+    keeps_experts: bool = True,
 ) -> MemoryPlan:
     """Divide a budget.
 
@@ -327,17 +343,19 @@ def plan_memory(
         budget: Bytes to divide; a number is a budget that the user gave.
         ctx: Tokens wanted, or ``None``.
         pages: Pages wanted in place of the rest of the budget; 0 maps the experts. Then nothing is refused,
-            and nothing is spare.
+            and nothing is spare or lent.
         labels: Words for the message of a refusal.
         capacity: Bytes that the memory has in all, where that is known.
-        page_cache: Whether what is spare is used.
+        keeps_experts: Whether more experts in memory are of use: what is spare and what the attention cache
+            does not use serve them.
 
     Raises:
         DoesNotFitError: The budget is too small; the message has every part and the least budget that works.
     """
     whole = Budget(budget) if isinstance(budget, int) else budget
-    if not page_cache or pages is not None:
+    if not keeps_experts or pages is not None:
         whole = replace(whole, spare=0)
+        needs = replace(needs, kv_idle=lambda _tokens: 0)
     plan = _divide(needs, whole, ctx, pages)
     if plan is None:
         raise _refusal(needs, whole, ctx, labels, capacity)
@@ -412,9 +430,11 @@ def _divide(needs: Needs, budget: Budget, ctx: int | None, pages: int | None) ->
     else:
         count = pages
     experts = needs.all_expert_bytes if mapped else count * needs.page_bytes
-    cached = 0
+    cached = lent = 0
     if not mapped:
-        lacking = -(-(needs.blocks - count) // needs.expert_blocks)
+        idle = int(needs.kv_idle(context) / (1 + _MARGIN_SHARE)) // needs.page_bytes
+        lent = max(0, min(idle, needs.blocks - count))
+        lacking = -(-(needs.blocks - count - lent) // needs.expert_blocks)
         cached = min(budget.spare // (needs.expert_blocks * needs.page_bytes), max(0, lacking))
     return MemoryPlan(
         budget=budget.nbytes,
@@ -437,6 +457,7 @@ def _divide(needs: Needs, budget: Budget, ctx: int | None, pages: int | None) ->
         spare=budget.spare,
         cached_experts=cached,
         expert_blocks=needs.expert_blocks,
+        lent_pages=lent,
     )
 
 

@@ -22,6 +22,8 @@ from moechat.sizes.model_outline import ModelOutline
 
 # Tokens that a decoded token attends to, where its time is estimated.
 SPEED_CONTEXT = 1024
+# Tokens that most conversations do not exceed: the rest of the attention cache is lent to pages until then.
+_USUAL_TOKENS = 4096
 # Workspaces of the libraries of dense products, taken at first use; cuBLAS takes 8 to 32 MiB a stream.
 LIBRARY_BYTES = 96 << 20
 # Pieces of 2 to 20 MiB that torch's allocator rounds up to.
@@ -125,13 +127,23 @@ def memory_needs(
         # The workspace of a GPU's experts is part of the wave.
         return 0 if on_gpu else outline.scratch_for(tokens) - outline.scratch
 
+    def kv(tokens: int) -> int:
+        return conversations * outline.cache.nbytes(tokens)
+
+    def kv_idle(tokens: int) -> int:
+        # A GPU's cache has its memory from the beginning, and so has one that the model makes itself.
+        if on_gpu or not outline.cache.reserved:
+            return 0
+        return kv(tokens) - outline.cache.nbytes(min(_USUAL_TOKENS, tokens))
+
     return Needs(
         base=memory.base,
         base_name="CUDA context" if on_gpu else "process",
         basis=memory.basis,
         dense=outline.dense_bytes + copies,
         loading=0 if on_gpu else outline.loading,
-        kv=lambda tokens: conversations * outline.cache.nbytes(tokens),
+        kv=kv,
+        kv_idle=kv_idle,
         workspace=workspace,
         scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_gpu else outline.scratch + learned,
         page_bytes=geometry.record_bytes,

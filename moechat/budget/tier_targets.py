@@ -67,7 +67,7 @@ def plan_tier(
     settings: CacheSettings,
     knowledge: Knowledge | None,
     *,
-    cached: int = 0,
+    always: int | None = None,
     reserve: int | None = None,
     strategy: Strategy | None = None,
 ) -> TierTargets:
@@ -76,21 +76,21 @@ def plan_tier(
     Args:
         geometry: Geometry of the experts.
         layers: Number of expert layers.
-        pages: Pages of the slab, and those that the experts in the page cache would take.
+        pages: Pages of the slab, those that are lent included, and those that the experts in the page cache
+            would take.
         top_k: Experts per token.
         settings: Settings of the cache; they name the method.
         knowledge: Statistics and costs; ``None`` gives every layer the same.
-        cached: The latter alone.
+        always: Those of the slab that are not lent; ``None``: all are.
         reserve: Pages left for blocks in transit; ``None`` takes the usual number.
         strategy: The strategy, where the settings leave a choice; ``None``: the fastest in a simulation.
     """
     far_computes = knowledge is not None and knowledge.costs.far_computes
-    if reserve is None and cached > 0:
-        slab = pages - cached
-        reserve = uniform_targets(geometry, layers, slab, top_k, settings, far_computes=far_computes)[1]
     if settings.choose:
-        return _chosen(geometry, layers, pages, top_k, settings, knowledge, reserve, strategy)
+        return _chosen(geometry, layers, pages, top_k, settings, knowledge, always, reserve, strategy)
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings, far_computes=far_computes)
+    if always is not None and always < pages:
+        usual = uniform_targets(geometry, layers, always, top_k, settings, far_computes=far_computes)[1]
     reserve = usual if reserve is None else reserve
     kept = 0 if settings.allocation == "shared" else int((pages - reserve) * settings.keep)
     evenly = TierTargets(targets, reserve, "shared" if settings.allocation == "shared" else "uniform")
@@ -120,13 +120,14 @@ def _chosen(
     top_k: int,
     settings: CacheSettings,
     knowledge: Knowledge | None,
+    always: int | None,
     reserve: int | None,
     strategy: Strategy | None,
 ) -> TierTargets:
     """The targets of the strategy that is fastest in a simulation over drawn routing."""
 
     def planned(candidate: CacheSettings) -> TierTargets:
-        return plan_tier(geometry, layers, pages, top_k, candidate, knowledge, reserve=reserve)
+        return plan_tier(geometry, layers, pages, top_k, candidate, knowledge, always=always, reserve=reserve)
 
     as_given = replace(settings, choose=False)
     usual = planned(as_given)
@@ -141,7 +142,7 @@ def _chosen(
         return _tier(geometry, pages, top_k, plans[candidate], candidate, knowledge.statistics)
 
     try:
-        inputs = ("choice", geometry, layers, pages, top_k, settings, reserve, strategy)
+        inputs = ("choice", geometry, layers, pages, top_k, settings, always, reserve, strategy)
         chosen = _simulated(inputs, settings, tier_for, knowledge, strategy)
     except Exception as error:  # damaged files must not prevent a chat
         return replace(usual, notes=(f"no strategy could be chosen: {error!r}",))

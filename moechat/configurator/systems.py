@@ -213,8 +213,8 @@ class CacheSettings:
         return self.miss == "stay"
 
     @property
-    def uses_page_cache(self) -> bool:
-        """Whether experts may also be computed from the page cache: not by a system that keeps none."""
+    def keeps_experts(self) -> bool:
+        """Whether more memory for experts is of use: not to a system that keeps none."""
         return self.keep > 0
 
     @property

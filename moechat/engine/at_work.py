@@ -31,7 +31,7 @@ class AtWork:
 
     Attributes:
         map: Where every expert is.
-        used_bytes: Bytes of experts in memory, within the budget.
+        used_bytes: Bytes of experts in memory, at most those of the budget that are for experts alone.
         link: Counters of the link; ``None`` where experts are mapped.
         exposed_ms: Load time of a token that nothing hides, in milliseconds, as the plan in effect expects
             it; ``None`` where there is no such plan.
@@ -75,7 +75,7 @@ class Watcher:
             self._exposed = near.plan, _exposed_ms(near)
         return AtWork(
             found,
-            found.blocks * near.geometry.record_bytes - loaded.plan.cached_bytes,
+            min(found.blocks * near.geometry.record_bytes, loaded.plan.expert_bytes),
             LinkTotals(stats["link_busy_seconds"], demand, int(stats["link_bytes"]) - demand),
             self._exposed[1],
         )

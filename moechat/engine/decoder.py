@@ -59,7 +59,7 @@ class Decoder:
     ) -> None:
         self.stats = stats
         self.stop_tokens = stop_tokens
-        self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded))
+        self.prompt_cache = PromptCache(passes.loaded.conversations, _room(passes.loaded), self._lend)
         self.cached_tokens = 0
         self.lengths = DraftLengths()
         self.rollback = CacheRollback(1 if passes.loaded.mtp is None else MOST_GUESSES)
@@ -81,7 +81,15 @@ class Decoder:
             capacity: Tokens that it reserves; 0: those of the context.
         """
         loaded = self.passes.loaded
+        if capacity == 0:
+            self._lend(0)
         return None if loaded.model is None else loaded.new_cache(capacity or loaded.plan.context)
+
+    def _lend(self, nbytes: int) -> None:
+        """Let pages of experts have so many bytes of the memory for attention caches."""
+        near = self.passes.loaded.near
+        if near is not None and near.lent:
+            near.lend(nbytes)
 
     def parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
         """Split the tokens that are still to be computed into passes.

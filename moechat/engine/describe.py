@@ -51,6 +51,7 @@ class Description:
         memory_margin_bytes: Kept free.
         memory_mtp_bytes: The head for multi-token prediction; 0: there is none.
         memory_experts_bytes: Pages of experts, or all experts where they are mapped.
+        memory_lent_bytes: Experts in the part of the attention cache that most conversations do not use.
         memory_beyond_bytes: Experts beyond the budget, in memory that the system takes back when other
             programs need it.
         experts: How the experts are held, for people.
@@ -101,6 +102,7 @@ class Description:
     memory_margin_bytes: int
     memory_mtp_bytes: int
     memory_experts_bytes: int
+    memory_lent_bytes: int
     memory_beyond_bytes: int
     experts: str
     pages: int
@@ -184,6 +186,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         memory_margin_bytes=plan.margin,
         memory_mtp_bytes=plan.mtp,
         memory_experts_bytes=plan.expert_bytes,
+        memory_lent_bytes=plan.lent_bytes,
         memory_beyond_bytes=plan.beyond_bytes,
         experts=_how_experts_are_held(loaded, mapped_by_tuner),
         pages=plan.pages,

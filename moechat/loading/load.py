@@ -110,7 +110,7 @@ def _load(
         ctx=ctx,
         pages=offload.pages,
         labels=placement.labels,
-        page_cache=settings.uses_page_cache and offload.link.kind == "file",
+        keeps_experts=settings.keeps_experts and offload.link.kind == "file",
     )
     placement.reserve(plan)
     mapped = plan.mapped and placement.maps_experts
@@ -154,6 +154,7 @@ def _load(
             ),
             placement,
             pages=needs.blocks + needs.spare_pages if plan.mapped else plan.pages,
+            lent=plan.lent_pages,
             cached=choose_experts(
                 len(store.layers), store.geometry.num_experts, plan.cached_experts, activations
             ),

@@ -193,14 +193,19 @@ class PromptCache:
         most: Most attention caches at a time, those that are taken out included.
         room: Memory of the caches, which limits them in place of their number; ``None``: all are of one
             length.
+        lend: Called with the bytes of that memory that no cache reserves, before one reserves more and after
+            one reserves less.
     """
 
     # Invariants: a cache in _held has no other owner. Those of _held and _taken are at most `most`, or take
     # at most room.total, unless those in _taken, or they and the one that was kept last, are more alone. The
     # last one of _held was used last.
-    def __init__(self, most: int = 1, room: CacheRoom | None = None) -> None:
+    def __init__(
+        self, most: int = 1, room: CacheRoom | None = None, lend: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._most = most
         self._room = room
+        self._lend = lend
         self._held: list[CachedTokens] = []
         self._taken: list[CachedTokens] = []
         self._spent = 0  # credit of the last one that made room
@@ -358,10 +363,12 @@ class PromptCache:
         while self._too_many:
             others = [held for held in self._held if held is not stays]
             if not others:
-                return
+                break
             gone = min(others, key=lambda held: held.credit)
             self._held = [held for held in self._held if held is not gone]
             self._spent = gone.credit
+        if self._room is not None:
+            self._lend(self._room.total - self._used([*self._held, *self._taken]))
 
     @property
     def _too_many(self) -> bool:

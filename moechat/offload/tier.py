@@ -12,6 +12,7 @@ cache and schedule stand in ``native/src/cache/split_cache.h`` and ``native/src/
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
@@ -163,6 +164,7 @@ class ExpertTier:
         placement: Memory and device; the tier closes it.
         pages: Pages of one block record each, at least :data:`~moechat.budget.gpu_sizes.MIN_PAGES`.
         settings: Policy, split and prefetches.
+        lent: More pages, which :meth:`lend` withholds at times.
         cached: Experts of each layer that are computed from the mapped store, in the system's page cache, and
             never get a page; ``None``: none are. Only where the CPU computes.
         counters: Counters of the engine.
@@ -174,7 +176,8 @@ class ExpertTier:
             differ from them in loading alone; ``first_settings``: those at first; ``wanted``: those asked
             for, which may leave a choice.
         plan: Targets in effect and their origin; they count the experts in the page cache too.
-        pages: The pages, and as many more as the experts in the page cache would take.
+        pages: The pages, those that are lent, and as many more as the experts in the page cache would take.
+        withheld: Lent pages that hold nothing now.
         cached: See there.
         runner: The native runner; another one after :meth:`shrink`.
         lookup: What the first layer chose for the tokens so far.
@@ -194,6 +197,7 @@ class ExpertTier:
         *,
         pages: int,
         settings: CacheSettings,
+        lent: int = 0,
         cached: HeldExperts | None = None,
         counters: ExpertCounters | None = None,
         knowledge: Knowledge | None = None,
@@ -212,6 +216,8 @@ class ExpertTier:
         self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
         self.wanted = settings
         self.cached = cached if cached and any(map(len, cached)) else None
+        self.lent = lent
+        self.withheld = 0
         try:
             self._open(pages, settings)
         except BaseException:
@@ -232,19 +238,20 @@ class ExpertTier:
             # computes every expert of a token, they serve prompts.
             pages = min(pages, max(MIN_PAGES, in_transit(geometry, self.top_k, settings)))
         cached = sum(map(len, self.cached or ())) * geometry.blocks_per_expert
+        slab = pages + self.lent
         plan = plan_tier(
-            geometry, self.layers, pages + cached, self.top_k, settings, self.knowledge, cached=cached
+            geometry, self.layers, slab + cached, self.top_k, settings, self.knowledge, always=pages
         )
         policy = _policy(settings, self.layers, geometry.num_experts, config.replay, self.knowledge)
-        memory = self.placement.open_pages(pages, config)
+        memory = self.placement.open_pages(slab, config)
         try:
             self.runner = _native.ExpertRunner(
                 geometry.layout,
                 geometry.gate.native,
                 layers=self.layers,
                 experts=geometry.num_experts,
-                pages=pages,
-                targets=self._targets_in_pages(plan.targets, pages - plan.reserve),
+                pages=slab,
+                targets=self._targets_in_pages(plan.targets, slab - plan.reserve),
                 reserve=plan.reserve,
                 policy=policy,
                 link=memory.link,
@@ -274,7 +281,7 @@ class ExpertTier:
                 f"{pages} pages of experts cannot be made: {error}",
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
-        self.pages, self.plan, self.reserve = pages + cached, plan, plan.reserve
+        self.pages, self.plan, self.reserve = slab + cached, plan, plan.reserve
         self.planned_settings = plan.settings_for(settings)
         self._run_by(self.planned_settings)
 
@@ -287,12 +294,39 @@ class ExpertTier:
         return [records.reshape(-1) for records in layers]
 
     def _targets_in_pages(self, targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
-        """What the pages keep of the targets, beside the experts in the page cache."""
-        if self.cached is None:
+        """What so many pages keep of the targets, beside the experts in the page cache."""
+        if self.cached is None and self.lent == 0:
             return targets
         own = targets.copy()
-        own[:, EXPERTS] = np.maximum(own[:, EXPERTS] - [len(experts) for experts in self.cached], 0)
+        if self.cached is not None:
+            own[:, EXPERTS] = np.maximum(own[:, EXPERTS] - [len(experts) for experts in self.cached], 0)
         return shrunk(own, pages)
+
+    def lend(self, nbytes: int) -> None:
+        """Use so many bytes of what is lent; the other lent pages give their memory back. Between passes.
+
+        Experts in those pages are evicted.
+
+        Args:
+            nbytes: What others do not use of that memory.
+        """
+        wanted = max(0, self.lent - max(0, nbytes) // self.geometry.record_bytes)
+        if wanted == self.withheld:
+            return
+        runner = self.runner
+        if wanted > self.withheld:
+            runner.stop_preload()
+            with suppress(_native.LinkError):  # the next demand reports it
+                runner.drain()  # a page that is being filled cannot be given back
+            self._target_pages(self.plan.targets, wanted)
+            self.withheld = runner.withhold(wanted)
+        else:
+            self.withheld = runner.withhold(wanted)
+            self._target_pages(self.plan.targets, self.withheld)
+
+    def _target_pages(self, targets: npt.NDArray[np.int32], withheld: int) -> None:
+        """Set the native targets, within the pages that are not withheld."""
+        self.runner.set_targets(self._targets_in_pages(targets, self.runner.pages - withheld - self.reserve))
 
     def layer(self, ordinal: int) -> RunsExperts:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
@@ -375,7 +409,7 @@ class ExpertTier:
 
     def apply(self, plan: TierTargets) -> None:
         """Like :meth:`set_targets`, for targets from :meth:`plan_for`."""
-        self.runner.set_targets(self._targets_in_pages(plan.targets, self.runner.pages - self.reserve))
+        self._target_pages(plan.targets, self.withheld)
         self.plan = plan
 
     def plan_for(self, settings: CacheSettings, knowledge: Knowledge | None = None) -> TierTargets:

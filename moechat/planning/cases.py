@@ -166,7 +166,7 @@ class Cases:
             ctx=ctx,
             labels=labels if self.machine.here else labels.elsewhere(),
             capacity=self._capacity,
-            page_cache=self.settings.uses_page_cache,
+            keeps_experts=self.settings.keeps_experts,
         )
         costs = self._costs(memory, ram_share, ahead=self.runs_ahead(memory))
         statistics = self.routing.statistics
@@ -228,7 +228,8 @@ class Cases:
 
     def resident(self, memory: MemoryPlan) -> float:
         """Share of all experts that the tier that computes holds."""
-        return min(1.0, (memory.expert_bytes + memory.cached_bytes) / self.shape.all_expert_bytes)
+        near = memory.expert_bytes + memory.lent_bytes + memory.cached_bytes
+        return min(1.0, near / self.shape.all_expert_bytes)
 
     def runs_ahead(self, memory: MemoryPlan) -> bool:
         """Whether decoded tokens wait for the host at no layer."""
@@ -313,7 +314,7 @@ class Cases:
             self.outline.top_k,
             settings,
             self._knowledge(costs),
-            cached=pages - memory.pages,
+            always=memory.pages,
             strategy=strategy,
         )
         if made.allocation is not None:

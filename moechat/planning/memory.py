@@ -26,6 +26,7 @@ class Tier:
         given: Whether the user gave the budget; else it is all that is available.
         parts: The parts; experts last.
         beyond: Bytes of experts beyond the budget, in the page cache.
+        lent: Bytes of experts in the part of the attention cache that most conversations do not use.
     """
 
     name: Literal["vram", "ram"]
@@ -33,6 +34,7 @@ class Tier:
     given: bool
     parts: tuple[Part, ...]
     beyond: int = 0
+    lent: int = 0
 
     @property
     def used(self) -> int:

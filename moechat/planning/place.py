@@ -53,7 +53,16 @@ def place(cases: Cases, options: LoadOptions, *, brief: bool = False) -> Placed:
     strategy = cases.usual_strategy if brief else None
     case = cases.case(budget, ctx=cases.ctx, ram_share=ram_share, strategy=strategy)
     memory = case.memory
-    tiers = [Tier(near, memory.budget, memory.given, memory.parts, memory.beyond_bytes)]
+    tiers = [
+        Tier(
+            near,
+            memory.budget,
+            memory.given,
+            memory.parts,
+            beyond=memory.beyond_bytes,
+            lent=memory.lent_bytes,
+        )
+    ]
     far: Far | None = None
     pinned = 0
     if behind is not None and not memory.mapped:

@@ -259,6 +259,7 @@ def _tier(tier: Tier) -> dict[str, Any]:
         "given": tier.given,
         "used_bytes": tier.used,
         "beyond_bytes": tier.beyond,
+        "lent_bytes": tier.lent,
         "parts": [{"name": part.name, "bytes": part.nbytes, "basis": part.basis} for part in tier.parts],
     }
 

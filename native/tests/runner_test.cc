@@ -285,6 +285,7 @@ void random_layers(Random& random) {
   ThreadPool::set_num_threads(static_cast<int>(between(random, 1, 3)));
   ExpertRunner runner(options, any_policy(random, model), make_sim_link(model.regions(), link));
 
+  std::int64_t withheld = 0;
   const std::int64_t passes = between(random, 1, 12);
   for (std::int64_t i = 0; i < passes; ++i) {
     const std::int64_t tokens = chance(random, 0.6) ? 1 : between(random, 0, 40);
@@ -313,7 +314,19 @@ void random_layers(Random& random) {
       }
       if (chance(random, 0.1)) prefetch_something(random, model, runner);
       if (chance(random, 0.05)) {
-        runner.set_targets(any_targets(random, model, options.pages - options.reserve));
+        runner.set_targets(any_targets(random, model, options.pages - withheld - options.reserve));
+      }
+      if (chance(random, 0.1)) {
+        // Two pages are enough to make progress.
+        const std::int64_t most =
+            std::max<std::int64_t>(0, options.pages - std::max<std::int64_t>(options.reserve, 2));
+        const std::int64_t wanted = between(random, 0, most);
+        ++operations;
+        runner.set_targets(model.no_targets());
+        const std::int64_t before = withheld;
+        withheld = runner.withhold(wanted);
+        EXPECT(withheld <= std::max(wanted, before));
+        runner.set_targets(any_targets(random, model, options.pages - withheld - options.reserve));
       }
       if (chance(random, 0.1)) preload_something(random, model, runner);
       if (chance(random, 0.2)) {
@@ -326,6 +339,11 @@ void random_layers(Random& random) {
   runner.drain({});
   expect_consistent(runner);
   expect_mapped(runner);
+  runner.set_targets(model.no_targets());
+  // Without transfers under way nothing keeps its page.
+  const std::int64_t most = options.pages - options.reserve;
+  EXPECT(runner.withhold(most) == most && runner.withhold(0) == 0);
+  expect_consistent(runner);
   const ScheduleStats stats = runner.stats();
   EXPECT(stats.pages_peak <= options.pages);
   EXPECT(faulty || stats.link.errors == 0);

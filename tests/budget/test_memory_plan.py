@@ -240,10 +240,32 @@ def test_experts_lie_in_what_is_spare_beside_the_pages() -> None:
     assert plan.near_pages == plan.pages + 20 * 40
     assert without.cached_experts == without.beyond_bytes == 0
     for other in (
-        plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024, page_cache=False),
+        plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024, keeps_experts=False),
         plan_memory(FEW, Budget(2048 * MEBI, False, 205 * MEBI), ctx=1024, pages=500),
     ):
         assert (other.cached_experts, other.spare) == (0, 0)
+
+
+def test_pages_take_what_most_conversations_leave_of_the_attention_cache() -> None:
+    needs = replace(FEW, kv_idle=lambda tokens: FEW.kv(tokens) - FEW.kv(min(4096, tokens)))
+    without, plan = plan_memory(FEW, 3000 * MEBI), plan_memory(needs, 3000 * MEBI)
+    assert replace(plan, lent_pages=0) == without
+    assert plan.context > 4096
+    left = FEW.kv(plan.context) - FEW.kv(4096)
+    assert left - 8 * MEBI < plan.lent_bytes * 1.015 <= left
+    assert plan.near_pages == plan.pages + plan.lent_pages
+    for other in (
+        plan_memory(needs, 3000 * MEBI, ctx=4096),
+        plan_memory(needs, 3000 * MEBI, keeps_experts=False),
+        plan_memory(needs, 3000 * MEBI, pages=50),
+        plan_memory(needs, 9000 * MEBI),
+    ):
+        assert other.lent_pages == 0
+    # Never more pages than blocks, with those in the page cache too.
+    most = plan_memory(needs, Budget(4900 * MEBI, False, 500 * MEBI), ctx=16_384)
+    assert not most.mapped
+    assert most.lent_pages > 0
+    assert most.near_pages < needs.blocks + needs.expert_blocks
 
 
 def test_all_experts_are_mapped_where_they_fit_with_what_is_spare() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_family
@@ -17,9 +19,14 @@ from transformers.cache_utils import DynamicCache
 
 import moechat
 from moechat import Engine
+from moechat.budget.memory_plan import Budget
+from moechat.configurator.systems import settings_of
 from moechat.models.attention_cache import reserve_tokens
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.prompt_cache import CachedTokens, CacheRoom, PromptCache
+from moechat.offload import host
+from moechat.offload.host import HostPlacement
+from moechat.offload.tier import ExpertTier, TierConfig
 
 CONTEXT = 16_384
 
@@ -140,6 +147,67 @@ def test_a_conversation_beside_which_nothing_fits_gives_its_beginning_and_goes(e
     assert engine.stats.reused_tokens == 2048
     (latest,) = engine.decoder.prompt_cache._held
     assert latest.capacity == 4096
+
+
+def test_pages_of_experts_have_the_memory_that_conversations_do_not_use(
+    engine: Engine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, geometry = engine.loaded.plan, engine.loaded.store.geometry
+    own = plan.total - plan.base - plan.expert_bytes + 6 * geometry.record_bytes
+    monkeypatch.setattr(host, "automatic_budget", lambda _, base: Budget(base + own, False))
+    long, short = tokens(1, 12_000), tokens(2, 300)
+    expected = [answer(engine, prompt, 20) for prompt in (short, long)]
+    with moechat.load(checkpoint, ctx=CONTEXT) as paged:
+        near, found = paged.loaded.near, paged.loaded.plan
+        assert near is not None
+        assert 0 < found.lent_pages == near.lent
+        assert near.runner.pages == found.pages + found.lent_pages == near.pages
+        assert found.total <= found.budget
+        assert found.lent_bytes <= found.kv
+        assert near.withheld == 0
+        for _ in range(2):
+            assert answer(paged, short, 20) == expected[0]
+            assert near.withheld == 0
+            full = near.runner.residency().sum()
+            assert full > found.pages
+            assert answer(paged, long, 20) == expected[1]
+            assert near.withheld == near.lent, "the cache has its memory back"
+            assert near.runner.residency().sum() <= found.pages
+            assert near.targets.prod(axis=1).sum() > found.pages - near.reserve, "the plan stays"
+            assert near.runner.check() == ""
+        paged.logits(short)
+        assert near.withheld == near.lent, "a cache of the whole context"
+        assert paged.describe().memory_lent_bytes == found.lent_bytes
+
+
+def test_memory_of_withheld_pages_is_the_systems(
+    engine: Engine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = engine.loaded.store
+    blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
+    tier = ExpertTier(
+        TierConfig(store, 2), HostPlacement(), pages=8, settings=settings_of("auto"), lent=blocks - 8
+    )
+    with closing(tier):
+        everything = [
+            (layer, expert) for layer in range(tier.layers) for expert in range(store.geometry.num_experts)
+        ]
+        tier.runner.preload(np.array(everything, np.int32), 1 << 30)
+        tier.drain()
+        full = tier.runner.resident_bytes
+        half = tier.lent // 2
+        tier.lend(half * store.geometry.record_bytes)
+        assert tier.withheld == tier.lent - half
+        assert (
+            tier.runner.resident_bytes <= full - (tier.withheld - tier.reserve) * store.geometry.record_bytes
+        )
+        assert tier.runner.check() == ""
+        tier.lend(0)
+        assert tier.withheld == tier.lent
+        assert tier.runner.residency().sum() <= 8
+        tier.lend(1 << 40)
+        assert tier.withheld == 0
+        assert tier.runner.check() == ""
 
 
 def test_other_caches_are_gone_before_a_beginning_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +333,12 @@ class Sharing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PromptCache(2, ROOM)
+        self.lent = ROOM.total
+        self.cache = PromptCache(2, ROOM, self.lend)
         self.running: list[tuple[CachedTokens, list[int]]] = []
+
+    def lend(self, nbytes: int) -> None:
+        self.lent = nbytes
 
     @rule(text=st.integers(0, 5), count=st.integers(1, 9000))
     def begin(self, text: int, count: int) -> None:
@@ -276,6 +348,7 @@ class Sharing(RuleBasedStateMachine):
         held = self.cache.take(prompt, 1 << 40)
         assert held.tokens == prompt[: len(held.tokens)]
         assert len(held.tokens) < count
+        self.the_memory_holds_them([held])
         if held.cache is None:
             held.cache = DynamicCache()
             held.cache.layers = [ReservedLayer(held.capacity)]
@@ -290,6 +363,7 @@ class Sharing(RuleBasedStateMachine):
         whole = (prompt + [9] * count)[: ROOM.context]
         self.cache.grow(held, len(whole))
         assert held.capacity >= len(whole)
+        self.the_memory_holds_them([held])
         fresh = torch.zeros(1, 1, len(whole) - held.cache.layers[0].get_seq_length(), 1)
         held.cache.layers[0].update(fresh, fresh)
         if kept:
@@ -298,9 +372,11 @@ class Sharing(RuleBasedStateMachine):
             self.cache.give_up(held)
 
     @invariant()
-    def the_memory_holds_them(self) -> None:
-        kept = [*self.cache._held, *(held for held, _ in self.running)]
-        assert sum(ROOM.nbytes(held.capacity) for held in kept) <= ROOM.total
+    def the_memory_holds_them(self, more: Sequence[CachedTokens] = ()) -> None:
+        kept = [*self.cache._held, *(held for held, _ in self.running), *more]
+        used = sum(ROOM.nbytes(held.capacity) for held in kept)
+        assert used <= ROOM.total
+        assert 0 <= self.lent <= ROOM.total - used, "lent memory is back before a cache reserves it"
         assert len({id(held) for held in kept}) == len(kept)
         assert all(len(held.tokens) <= held.capacity for held in kept)
         assert len(self.cache) <= 16

@@ -142,9 +142,11 @@ def test_the_experts_used_most_are_those_in_the_page_cache(
 
 
 def test_experts_that_are_read_from_a_damaged_mapping_end_the_answer(
-    chat_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with with_experts_in_the_page_cache(chat_model, monkeypatch, 5) as other:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
+    write_tiny_chat_model(tmp_path / "model")
+    with with_experts_in_the_page_cache(tmp_path / "model", monkeypatch, 5) as other:
         assert other.loaded.near is not None
         store = other.loaded.store
         for record in store.layers:

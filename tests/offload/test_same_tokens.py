@@ -35,7 +35,7 @@ _SPLITS = (1.0, 0.75, 0.5, 0.25)
 @dataclass(frozen=True)
 class Combination:
     """One way to run a model; ``share`` is that of all its blocks that have a page, ``cached`` the number of
-    experts in the page cache.
+    experts in the page cache, ``lent`` of pages that come and go.
     """
 
     share: float
@@ -43,6 +43,7 @@ class Combination:
     settings: CacheSettings
     link: LinkSettings
     cached: int
+    lent: int
 
 
 def combinations(seed: int) -> list[Combination]:
@@ -73,7 +74,8 @@ def combinations(seed: int) -> list[Combination]:
         )
         share = draw.choice((0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.95, 1.1))
         cached = draw.choice((0, 0, 1, 5, 11))
-        result.append(Combination(share, draw.choice((1, 2)), settings, link, cached))
+        lent = draw.choice((0, 0, 3, 40))
+        result.append(Combination(share, draw.choice((1, 2)), settings, link, cached, lent))
     return result
 
 
@@ -132,10 +134,17 @@ def test_logits_do_not_depend_on_how_the_tier_is_run(model: Path | str, moechat_
             pages = max(2, int(blocks * combination.share))
             cached = choose_experts(bench.layers, geometry.num_experts, combination.cached, None)
             tier = ExpertTier(
-                config, HostPlacement(), pages=pages, settings=combination.settings, cached=cached
+                config,
+                HostPlacement(),
+                pages=pages,
+                settings=combination.settings,
+                lent=combination.lent,
+                cached=cached,
             )
             with bench.experts([tier.layer(ordinal) for ordinal in range(bench.layers)]):
+                tier.lend((number % 4) * tier.geometry.record_bytes)
                 got = logits_of(engine, tokens)
+                tier.lend(1 << 40)
             assert tier.runner.check() == ""
             tier.close()
             assert torch.equal(got[0], forced), f"prefill differs in combination {number}: {combination}"

@@ -37,6 +37,7 @@ _PLAIN_HEIGHTS = "._-=+*%#"
 # Gain of another plan that is worth a word; the search for targets leaves less than that to chance.
 _WORTH_NAMING = 0.01
 _BUDGETS = {"half": "half", "all_experts": "all experts"}
+_LENT = "more experts in the attention cache, while conversations are short"
 _BEYOND = "experts beyond it, while no other program needs the memory"
 
 
@@ -162,10 +163,12 @@ def _memory(made: Plan) -> Table:
         for part in tier.parts:
             words: str = part.basis
             if part.name == "experts":
-                words = f"{100 * made.resident_share:.1f} % of all"
+                words = f"{100 * min(1.0, part.nbytes / made.all_expert_bytes):.1f} % of all"
             elif part.name.startswith("experts") and made.far is not None:
                 words = f"{100 * made.far.share:.0f} % of all"
             table.add_row(f"  {part.name}", format_bytes(part.nbytes), words)
+        if tier.lent:
+            table.add_row("  lent", format_bytes(tier.lent), _LENT)
         if tier.beyond:
             table.add_row("  page cache", format_bytes(tier.beyond), _BEYOND)
         if tier.budget - tier.used >= 1 << 20:

@@ -519,6 +519,12 @@ void bind_offload(py::module_& m) {
             self.call([&](ExpertRunner& runner) { runner.set_targets(list); });
           },
           py::arg("targets"))
+      .def(
+          "withhold",
+          [](const Self& self, std::int64_t pages) {
+            return self.call([&](ExpertRunner& runner) { return runner.withhold(pages); });
+          },
+          py::arg("pages"))
       .def("stats", &stats_py)
       .def("reset_stats",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_stats(); }); })

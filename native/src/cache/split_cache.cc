@@ -46,7 +46,7 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
            std::to_string(experts));
   }
   if (slab->free_pages() != slab->pages()) refuse("the slab has pages in use");
-  check_targets(targets);
+  check_targets(targets, slab->pages());
   const std::size_t all = size_of(layers) * size_of(experts);
   state_.resize(all);
   for (std::size_t where = 0; where < all; ++where) {
@@ -90,7 +90,7 @@ void SplitExpertCache::fix(std::int32_t layer, std::int32_t expert, const std::v
   update_surplus(where);
 }
 
-void SplitExpertCache::check_targets(const std::vector<LayerTarget>& targets) const {
+void SplitExpertCache::check_targets(const std::vector<LayerTarget>& targets, std::int64_t pages) const {
   if (reserve_ < 1) refuse("reserve is " + std::to_string(reserve_) + "; it must be at least 1");
   if (targets.size() != size_of(layers_)) {
     refuse("there are targets for " + std::to_string(targets.size()) + " layers; the cache has " +
@@ -107,9 +107,9 @@ void SplitExpertCache::check_targets(const std::vector<LayerTarget>& targets) co
     }
     if (target.experts > 0) wanted += std::int64_t{target.experts} * target.blocks;
   }
-  if (wanted > slab_->pages() - reserve_) {
-    refuse("the targets take " + std::to_string(wanted) + " pages; of " + std::to_string(slab_->pages()) +
-           " pages " + std::to_string(reserve_) +
+  if (wanted > pages - reserve_) {
+    refuse("the targets take " + std::to_string(wanted) + " pages; of " + std::to_string(pages) + " pages " +
+           std::to_string(reserve_) +
            " are reserved for blocks on their way. Lower the targets or raise the budget");
   }
 }
@@ -321,7 +321,7 @@ std::int64_t SplitExpertCache::next_changed() {
 // ---- re-planning
 
 void SplitExpertCache::set_targets(const std::vector<LayerTarget>& targets) {
-  check_targets(targets);
+  check_targets(targets, slab_->pages() - withheld());
   ++version_;
   targets_ = targets;
   const auto better = [](const Candidate& a, const Candidate& b) {

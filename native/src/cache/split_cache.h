@@ -4,8 +4,9 @@
 // - Of every expert the pages cover a prefix of its blocks: [0, resident) are ready, [resident, assigned) are
 //   being filled or wait, ready, for a block before them. No block has two pages.
 // - A page is free, owned by one block of one expert, a staging page, or an orphan (its transfer could not be
-//   cancelled, and its block is not wanted any more); free + owned + staging + orphans = all pages of the
-//   slab. Orphans and staging pages in flight become free only after their transfer has finished.
+//   cancelled, and its block is not wanted any more), or withheld; free + owned + staging + orphans +
+//   withheld = all pages of the slab. Orphans and staging pages in flight become free only after their
+//   transfer has finished.
 // - A pinned expert loses no block that is resident or on its way. A page whose transfer has not finished is
 //   never a victim.
 // - `plan` is pure: it changes nothing and decides everything. `commit` does what a plan says and refuses a
@@ -34,6 +35,9 @@
 //
 // A *fixed* expert is ready from the beginning to the end, from records outside of the slab. It is pinned for
 // good, takes no part in protection, and its accesses are hits; targets and pages are for the others.
+//
+// *Withheld* pages hold nothing, and their memory is the system's, until they are needed again: so memory
+// goes back and forth between experts and what else the budget is for. Targets leave them out.
 //
 // Not thread-safe; the schedule's owner serialises.
 #pragma once
@@ -192,6 +196,12 @@ class SplitExpertCache {
   // longer. Returns how many; 0, and nothing has changed, if it is pinned, or if a block of it is on its way.
   // Throws std::invalid_argument for a number out of range.
   std::int64_t give_up(std::int32_t layer, std::int32_t expert, std::int32_t from = 0);
+  // Withholds so many pages in all, if there are enough that are free or surplus: those with the lowest keys
+  // go first, of one layer after the other where keys of layers cannot be compared. Returns how many are
+  // withheld now. Throws std::invalid_argument for a negative number, or if the targets need more than the
+  // others; nothing has changed then.
+  std::int64_t withhold(std::int64_t pages);
+  std::int64_t withheld() const { return static_cast<std::int64_t>(withheld_.size()); }
   // A page that belongs to no expert, for a block of an expert that is larger than all there is; kNoPage when
   // none is available. It counts as in flight until `landed` or `cancelled`, and as staging until
   // `give_staging`. Given back while it is in flight it becomes an orphan.
@@ -234,6 +244,7 @@ class SplitExpertCache {
   // Owners in the slab: place() of an expert, or one of these.
   static constexpr std::uint32_t kStaging = 0xfffffffeu;
   static constexpr std::uint32_t kOrphan = 0xfffffffdu;
+  static constexpr std::uint32_t kWithheld = 0xfffffffcu;
   // Flags of a page.
   static constexpr std::uint8_t kFilling = 1;
   static constexpr std::uint8_t kFresh = 2;        // brought by a prefetch, not used since
@@ -268,7 +279,7 @@ class SplitExpertCache {
   const Expert& at(std::int32_t layer, std::int32_t expert) const { return state_[place(layer, expert)]; }
   std::int32_t next_farthest(std::int32_t layer) const { return layer == 0 ? layers_ - 1 : layer - 1; }
 
-  void check_targets(const std::vector<LayerTarget>& targets) const;
+  void check_targets(const std::vector<LayerTarget>& targets, std::int64_t pages) const;
   void check_layer(const char* name, std::int32_t layer) const;
   void mark(const std::int32_t* experts, std::int64_t count) const;
   bool marked(std::int32_t expert) const { return marks_[static_cast<std::size_t>(expert)] == mark_; }
@@ -286,6 +297,7 @@ class SplitExpertCache {
   void clear_fresh(PageId page, std::size_t place);
   void drop_from(std::size_t place, std::int32_t block);
   void evict(const Victim& victim);
+  std::int32_t next_to_give(std::int32_t after) const;
   void finish_transfer(PageId page);
 
   std::int32_t layers_;
@@ -331,6 +343,7 @@ class SplitExpertCache {
   mutable std::vector<Candidate> left_;
   mutable std::vector<std::uint32_t> taken_;  // [layers * experts]
   mutable std::uint32_t taking_ = 0;
+  std::vector<PageId> withheld_;
   std::vector<std::int32_t> in_pages_;  // of an access, the experts that are not fixed
   Plan staging_plan_;
 };

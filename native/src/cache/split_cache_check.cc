@@ -99,10 +99,10 @@ std::string SplitExpertCache::check() const {
       protected_pages += std::int64_t{targets_[layer].experts} * targets_[layer].blocks;
   }
   found.equal(surplus_, total, "surplus");
-  found.expect(protected_pages <= slab_->pages() - reserve_,
+  found.expect(protected_pages <= slab_->pages() - withheld() - reserve_,
                "the targets take more than the pages without reserve");
 
-  std::int64_t free = 0, staging = 0, orphans = 0, moving = 0, theirs = 0;
+  std::int64_t free = 0, staging = 0, orphans = 0, withheld_pages = 0, moving = 0, theirs = 0;
   for (PageId page = 0; page < slab_->pages(); ++page) {
     const std::uint32_t owner = slab_->owner(page);
     const std::string name = "page " + std::to_string(page);
@@ -112,6 +112,9 @@ std::string SplitExpertCache::check() const {
       found.expect(!filling(page), name + ": free but being filled");
     } else if (owner == kStaging) {
       ++staging;
+    } else if (owner == kWithheld) {
+      ++withheld_pages;
+      found.expect(!filling(page), name + ": withheld but being filled");
     } else if (owner == kOrphan) {
       ++orphans;
       found.expect(filling(page), name + ": an orphan that nothing fills");
@@ -122,6 +125,7 @@ std::string SplitExpertCache::check() const {
   }
   found.equal(slab_->free_pages(), free, "free pages");
   found.equal(staging_, staging, "staging pages");
+  found.equal(withheld(), withheld_pages, "withheld pages");
   found.equal(orphans_, orphans, "orphans");
   found.equal(in_flight_, moving, "pages in flight");
   // With the pages of experts counted from both sides, free + owned + staging + orphans is the slab.

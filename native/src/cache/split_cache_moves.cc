@@ -224,6 +224,44 @@ std::int64_t SplitExpertCache::give_up(std::int32_t layer, std::int32_t expert, 
   return freed;
 }
 
+// The layer that gives up its lowest surplus expert next; -1: none has any. after: the one that did so last.
+std::int32_t SplitExpertCache::next_to_give(std::int32_t after) const {
+  std::int32_t found = -1;
+  for (std::int32_t step = 1; step <= layers_; ++step) {
+    const std::int32_t layer = (after + step) % layers_;
+    if (layer_surplus_[size_of(layer)] == 0) continue;
+    if (!policy_->comparable()) return layer;
+    if (found < 0 || lowest(layer).key < lowest(found).key) found = layer;
+  }
+  return found;
+}
+
+std::int64_t SplitExpertCache::withhold(std::int64_t pages) {
+  if (pages < 0) {
+    throw std::invalid_argument(std::to_string(pages) + " pages cannot be withheld");
+  }
+  check_targets(targets_, slab_->pages() - pages);
+  ++version_;
+  while (withheld() > pages) {
+    slab_->give(withheld_.back());
+    withheld_.pop_back();
+  }
+  std::int32_t layer = layers_ - 1;
+  while (slab_->free_pages() < pages - withheld()) {
+    layer = next_to_give(layer);
+    if (layer < 0) break;
+    const std::int32_t expert = lowest(layer).expert;
+    const std::int64_t lacks = pages - withheld() - slab_->free_pages();
+    const std::int32_t surplus = at(layer, expert).surplus;
+    evict({layer, expert, static_cast<std::int32_t>(std::min<std::int64_t>(lacks, surplus))});
+  }
+  while (withheld() < pages && slab_->free_pages() > 0) {
+    withheld_.push_back(slab_->take(kWithheld));
+    slab_->discard(withheld_.back());
+  }
+  return withheld();
+}
+
 // Takes `block` and all behind it from the expert.
 void SplitExpertCache::drop_from(std::size_t where, std::int32_t block) {
   Expert& expert = state_[where];

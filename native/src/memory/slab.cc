@@ -137,6 +137,10 @@ void Slab::give(PageId page) {
   free_.push_back(page);
 }
 
+void Slab::discard(PageId page) {
+  if (mapping_ != nullptr) madvise(data(page), static_cast<std::size_t>(page_bytes_), MADV_DONTNEED);
+}
+
 void Slab::take_next(const std::vector<PageId>& pages) {
   std::vector<std::uint8_t> named(static_cast<std::size_t>(pages_));
   for (const PageId page : pages) {

@@ -59,6 +59,9 @@ class Slab {
   PageId take(std::uint32_t owner);
   // Returns a page to the free list. Throws std::logic_error if the page is free already.
   void give(PageId page);
+  // Gives the memory of a page back to the system; what it holds is lost. It faults in again when it is
+  // written. REQUIRES: nothing reads or writes it. Does nothing for the caller's memory.
+  void discard(PageId page);
   // Lets the next calls of `take` return these pages, in this order. Throws std::invalid_argument if one of
   // them is not free or is named twice; nothing has changed then.
   void take_next(const std::vector<PageId>& pages);

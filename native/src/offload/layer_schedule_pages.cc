@@ -174,6 +174,12 @@ void LayerSchedule::check_expert(std::int32_t layer, std::int32_t expert) const 
                               std::to_string(options_.experts - 1));
 }
 
+std::int64_t LayerSchedule::withhold(std::int64_t pages) {
+  if (active_) throw std::logic_error("pages cannot be withheld while a layer is at work");
+  stop_preload();
+  return cache_.withhold(pages);
+}
+
 void LayerSchedule::stop_preload() {
   settle();
   for (std::int32_t layer = 0; layer < options_.layers; ++layer) transfers_.cancel_stale(layer);

@@ -347,6 +347,11 @@ void ExpertRunner::set_targets(const std::vector<LayerTarget>& targets) {
   schedule_.set_targets(targets);
 }
 
+std::int64_t ExpertRunner::withhold(std::int64_t pages) {
+  const ApiLock lock(this);
+  return schedule_.withhold(pages);
+}
+
 void ExpertRunner::expect(const std::vector<double>& shares) {
   const ApiLock lock(this);
   schedule_.expect(shares);

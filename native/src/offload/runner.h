@@ -144,6 +144,8 @@ class ExpertRunner {
   std::int64_t account(const ComputedPass& pass);
 
   void set_targets(const std::vector<LayerTarget>& targets);
+  // As LayerSchedule.
+  std::int64_t withhold(std::int64_t pages);
   // As EvictionPolicy::expect, for all layers: shares [layers * experts].
   void expect(const std::vector<double>& shares);
   // As LayerSchedule.

@@ -55,7 +55,9 @@ void Transfers::follow_readers() {
                                                       static_cast<std::int64_t>(read_.size())));
 }
 
-void Transfers::note_peak() { peak_ = std::max(peak_, slab_->pages() - slab_->free_pages()); }
+void Transfers::note_peak() {
+  peak_ = std::max(peak_, slab_->pages() - slab_->free_pages() - cache_->withheld());
+}
 
 std::int64_t Transfers::fetch(Plan* plan, Priority priority, std::uint64_t pass) {
   cache_->commit(plan);
