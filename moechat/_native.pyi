@@ -1879,14 +1879,14 @@ class ExpertRunner:
             ValueError: As for the constructor; nothing has changed.
         """
     def withhold(self, pages: int) -> int:
-        """Give the memory of so many pages in all to the system, or take it back; between passes.
+        """Give the memory of so many pages in all to the system, or take it back; between passes: a layer that
+        has begun is aborted.
 
         Returns:
             How many are withheld now: fewer where others are on their way or protected.
 
         Raises:
             ValueError: The targets need more than the other pages; nothing has changed.
-            RuntimeError: A layer has begun.
         """
     def stats(self) -> dict[str, float]:
         """Return counters since the last reset.

@@ -214,8 +214,8 @@ class LayerSchedule {
   std::int64_t far_blocks() const { return far_blocks_; }
 
   void set_targets(const std::vector<LayerTarget>& targets);
-  // As SplitExpertCache, between passes. Cancels preloads that have not started; what is on its way keeps its
-  // page.
+  // As SplitExpertCache, between passes: a begun layer is aborted. Cancels preloads that have not started;
+  // what is on its way keeps its page.
   std::int64_t withhold(std::int64_t pages);
   ScheduleStats stats() const;
   std::int64_t bytes_computed() const { return own_.bytes_computed; }

@@ -175,7 +175,7 @@ void LayerSchedule::check_expert(std::int32_t layer, std::int32_t expert) const 
 }
 
 std::int64_t LayerSchedule::withhold(std::int64_t pages) {
-  if (active_) throw std::logic_error("pages cannot be withheld while a layer is at work");
+  abort();  // what an interrupted pass has left
   stop_preload();
   return cache_.withhold(pages);
 }
