@@ -1879,8 +1879,9 @@ class ExpertRunner:
             ValueError: As for the constructor; nothing has changed.
         """
     def withhold(self, pages: int) -> int:
-        """Give the memory of so many pages in all to the system, or take it back; between passes: a layer that
-        has begun is aborted.
+        """Give the memory of so many pages in all to the system, or take it back.
+
+        Between passes: a layer that has begun is aborted.
 
         Returns:
             How many are withheld now: fewer where others are on their way or protected.

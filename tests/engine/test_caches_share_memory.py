@@ -203,7 +203,7 @@ def test_memory_of_withheld_pages_is_the_systems(
         )
         assert tier.runner.check() == ""
         # An interrupted pass has left a layer that has begun.
-        tier.runner.begin(0, np.zeros((1, 2), np.int64) + [[0, 1]], np.ones((1, 2), np.float32))
+        tier.runner.begin(0, np.array([[0, 1]]), np.ones((1, 2), np.float32))
         tier.lend(0)
         assert tier.withheld == tier.lent
         assert tier.runner.residency().sum() <= 8
