@@ -41,7 +41,8 @@ class Expected:
         bits: Bits of an expert weight.
         store_bytes: Bytes of a store, without tokenizer and other small files.
         expert_bytes: Bytes of all experts.
-        resident_share: Share of all experts that the tier that computes keeps.
+        resident_share: Share of all experts that the tier that computes keeps, in pages that are lent and in
+            the page cache too.
         far: Place of the others: ``ram``, ``ram+disk``, ``disk``, or ``None`` if there are none.
         near_bytes: Bytes used of the tier that computes.
         near: That tier.

@@ -147,7 +147,8 @@ class Plan:
         tiers: Memories and their parts, the near one first.
         far: Place of the other experts; ``None`` if all are near.
         pages: Pages of the near tier; 0 if all experts are near.
-        resident_share: Share of all experts that the near tier keeps.
+        resident_share: Share of all experts that the near tier keeps, in pages that are lent and in the page
+            cache too.
         wave_tokens: Tokens of a prompt for which missing experts are moved once; 0: those of one pass.
         layers: Targets of each layer; empty if all experts are near. They rest on assumed times if the
             machine was not measured.

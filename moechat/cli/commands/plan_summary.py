@@ -37,6 +37,8 @@ def _memory(made: Plan) -> str:
     )
     if made.far is None:
         return f"all experts in {budget} of {near}; {context}"
+    if made.resident_share >= 1:
+        return f"all experts in {budget} of {near} while conversations are short; {context}"
     kept = f"{100 * made.resident_share:.0f} % of the experts in {budget} of {near}"
     others = {
         "ram": "all of them in RAM",
