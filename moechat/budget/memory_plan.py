@@ -8,8 +8,8 @@ becomes pages of one expert block each. If all experts fit, they are mapped from
 The attention cache is counted for a whole context, and most conversations are much shorter. The part that one
 of usual length does not use is *lent* to more pages, which give it back when a conversation gets longer.
 
-A budget that nobody gave leaves a reserve for other programs. Most of it serves all the same: so many experts
-are mapped from the store, and stay in the system's page cache as long as nothing else needs the memory.
+Without a given budget, a reserve is left for other programs. Three quarters of it hold experts that are
+mapped from the store: they stay in the system's page cache until another program needs the memory.
 
 Loading ends before the first page is allocated. So the memory that loading needs besides the dense weights
 must fit the budget by itself, and takes nothing from the pages.

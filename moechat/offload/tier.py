@@ -294,7 +294,7 @@ class ExpertTier:
         return [records.reshape(-1) for records in layers]
 
     def _targets_in_pages(self, targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
-        """What so many pages keep of the targets, beside the experts in the page cache."""
+        """The targets without the experts in the page cache, cut down to so many pages."""
         if self.cached is None and self.lent == 0:
             return targets
         own = targets.copy()

@@ -180,9 +180,7 @@ def test_pages_of_experts_have_the_memory_that_conversations_do_not_use(
         assert paged.describe().memory_lent_bytes == found.lent_bytes
 
 
-def test_memory_of_withheld_pages_is_the_systems(
-    engine: Engine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_withheld_pages_take_no_memory(engine: Engine) -> None:
     store = engine.loaded.store
     blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
     tier = ExpertTier(

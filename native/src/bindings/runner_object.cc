@@ -11,11 +11,13 @@ namespace moechat {
 namespace {
 
 // [layers, experts] records of each expert, null where there are none, from those of each layer: of the
-// experts that `listed` names, or of all if it is empty. `name`: far or mapped.
+// experts that `listed` names, or of all if it is empty. whole: each layer has the records of all experts,
+// not only of those that are listed. `name`: far or mapped.
 std::vector<const unsigned char*> expert_records(const std::string& name,
                                                  const std::vector<py::array>& records,
                                                  const std::vector<py::array>& listed, std::int32_t layers,
-                                                 std::int32_t experts, std::int64_t expert_bytes) {
+                                                 std::int32_t experts, std::int64_t expert_bytes,
+                                                 bool whole) {
   std::vector<const unsigned char*> found;
   if (records.empty()) return found;
   const auto of_layers = [&](const std::string& what, std::size_t count) {
@@ -33,41 +35,15 @@ std::vector<const unsigned char*> expert_records(const std::string& name,
       count = listed[layer].size();
       list = checked<std::int32_t>(list_name.c_str(), listed[layer], {count});
     }
-    const auto* const bytes =
-        checked<std::uint8_t>(records_name.c_str(), records[layer], {count * expert_bytes});
+    const auto* const bytes = checked<std::uint8_t>(records_name.c_str(), records[layer],
+                                                    {(whole ? experts : count) * expert_bytes});
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t expert = list == nullptr ? i : list[i];
       if (expert < 0 || expert >= experts) {
         refuse(list_name + " has expert " + std::to_string(expert) + " of " + std::to_string(experts));
       }
       found[layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(expert)] =
-          bytes + i * expert_bytes;
-    }
-  }
-  return found;
-}
-
-// [layers, experts] records of the experts that mapped_experts lists, from those of all experts.
-std::vector<const unsigned char*> mapped_records_of(const std::vector<py::array>& mapped_records,
-                                                    const std::vector<py::array>& mapped_experts,
-                                                    std::int32_t layers, std::int32_t experts,
-                                                    std::int64_t expert_bytes) {
-  const std::vector<const unsigned char*> all =
-      expert_records("mapped", mapped_records, {}, layers, experts, expert_bytes);
-  if (mapped_experts.size() != mapped_records.size()) {
-    refuse("mapped_experts has " + std::to_string(mapped_experts.size()) + " layers of " +
-           std::to_string(mapped_records.size()));
-  }
-  std::vector<const unsigned char*> found(all.size());
-  for (std::size_t layer = 0; layer < mapped_experts.size(); ++layer) {
-    const std::int64_t count = mapped_experts[layer].size();
-    const auto* const list = checked<std::int32_t>("mapped_experts", mapped_experts[layer], {count});
-    for (std::int64_t i = 0; i < count; ++i) {
-      if (list[i] < 0 || list[i] >= experts) {
-        refuse("mapped_experts has expert " + std::to_string(list[i]) + " of " + std::to_string(experts));
-      }
-      const std::size_t place = layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(list[i]);
-      found[place] = all[place];
+          bytes + (whole ? expert : i) * expert_bytes;
     }
   }
   return found;
@@ -114,10 +90,10 @@ RunnerObject::RunnerObject(const BlockLayout& layout, const GateSpec& gate, std:
   options.whole_experts = whole_experts;
   options.populate = populate;
   options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
-  options.far_records =
-      expert_records("far", far_records, far_experts, layers, experts, layout.blocks * layout.record_bytes);
+  const std::int64_t expert_bytes = layout.blocks * layout.record_bytes;
+  options.far_records = expert_records("far", far_records, far_experts, layers, experts, expert_bytes, false);
   options.mapped_records =
-      mapped_records_of(mapped_records, mapped_experts, layers, experts, layout.blocks * layout.record_bytes);
+      expert_records("mapped", mapped_records, mapped_experts, layers, experts, expert_bytes, true);
   policy.get();  // both throw if already taken, before either is taken
   link.get();
   parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);

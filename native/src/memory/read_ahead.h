@@ -18,9 +18,8 @@ void prefer_huge_pages(const unsigned char* data, std::size_t bytes);
 // Without support by the system (Linux before 5.14), it only starts reading. A hint only.
 void read_ahead(const unsigned char* data, std::size_t bytes);
 
-// Which parts of a mapped file are to be read ahead before they are used: those that were not used before;
-// and all of them once more where the process has lately waited for pages of files, which the system has
-// taken back. For any number of threads.
+// Decides which parts of a mapped file are read ahead: each before its first use, and all of them once more
+// after page faults have had to read from the disk lately, because the system had dropped parts. Thread-safe.
 class PartsInUse {
  public:
   // None: no part ever has to be read.

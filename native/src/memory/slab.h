@@ -8,9 +8,8 @@
 // - Not thread-safe: only the cache that owns the slab calls it. A link may write the bytes of a page, and
 //   kernels may read them, on other threads; the cache decides who may do so at which time.
 // - After fork() a child process does not have the pages; any access to them there faults.
-// - Numbers from pages() on are *outside*: records that lie elsewhere, such as in a mapped file. They are
-// only
-//   read, and never taken or given.
+// - Numbers from pages() on are *outside*: records that lie elsewhere, such as in a mapped file. Nobody
+//   writes, takes or gives them.
 #pragma once
 
 #include <cstdint>
@@ -59,8 +58,8 @@ class Slab {
   PageId take(std::uint32_t owner);
   // Returns a page to the free list. Throws std::logic_error if the page is free already.
   void give(PageId page);
-  // Gives the memory of a page back to the system; what it holds is lost. It faults in again when it is
-  // written. REQUIRES: nothing reads or writes it. Does nothing for the caller's memory.
+  // Gives the memory of a page back to the system; its contents are lost. The next write allocates it anew.
+  // REQUIRES: nothing reads or writes it. Does nothing for the caller's memory.
   void discard(PageId page);
   // Lets the next calls of `take` return these pages, in this order. Throws std::invalid_argument if one of
   // them is not free or is named twice; nothing has changed then.
